@@ -14,15 +14,15 @@ that of `specjax.core`. Open `sample` first, then `verify`, `target_rows`, `next
 | module | what it holds |
 |---|---|
 | `sample` | `gumbel_sample` |
-| `verify` | which launches a call of the verifiers takes; a rule in the kernels |
-| `draft_statistics` | the launch before them, for drafts without statistics |
+| `verify` | the launches of a call of the verifiers; a rule in the kernels |
+| `draft_statistics` | the first launch of drafts without statistics |
 | `reduce_rows`, `target_rows` | the launch that reduces target rows: all, or those up to the stop |
 | `next_token`, `emit_tokens` | the row that decides the next token; the launches that draw it |
 | `residual` | masses of max(p - q, 0), and the draw from them |
 | `coupled`, `block`, `cutoff` | coupled sampling, block verification, `logit_cutoff` |
-| `split` | sampling and verification of rows that lie over devices |
-| `blocks`, `gumbel_max`, `load_request`, `threefry` | what several kernels load, store and draw |
-| `launch`, `kernel_config` | the start of every kernel of the library; sizes |
+| `split` | sampling and verification of rows split over devices |
+| `blocks`, `gumbel_max`, `load_request`, `threefry` | loads, stores and draws that kernels share |
+| `launch`, `kernel_config` | the launch of every kernel of the library; sizes |
 
 Letters: `B` requests, `K` drafted tokens, `V` vocabulary, `R` rows. Imported by `samplers` and
 `processing`; the kernels of models import `launch` and `kernel_config`.

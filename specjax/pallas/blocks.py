@@ -1,8 +1,8 @@
 """Partials of a row by many programs: of its sampling blocks, and of each program's tile.
 
-A row of V logits is cut into tiles, one to a program, and each tile into blocks of 128 tokens. A
-program stores of every block its largest logit m_i and its sum l_i = sum exp((x - m_i) / τ). From
-those follow the row's logsumexp, the probability of each block and the row's argmax:
+A row of V logits is cut into tiles, one per program, and each tile into blocks of 128 tokens. A
+program stores the largest logit m_i and the sum l_i = sum exp((x - m_i) / τ) of every block. They
+give the row's logsumexp, the probability of each block and the row's argmax:
 
     m = max m_i        l = sum_i exp((m_i - m) / τ) l_i        logsumexp = m / τ + log l
 
@@ -207,7 +207,7 @@ def block_argmax(
     logits: Any, row: jax.Array, cutoff: jax.Array | None, block: jax.Array
 ) -> jax.Array:
     """Returns the token i32 of a row's largest logit in a block; ties go to the lowest id."""
-    # The block is read again, from the L2 cache: an argmax over the whole tile would be no faster.
+    # The block is reread from the L2 cache: an argmax over the whole tile would be no faster.
     token_id = block * SAMPLING_BLOCK + jax.lax.iota(jnp.int32, SAMPLING_BLOCK)
     raw_logits = load_raw_logits(logits, row, token_id)
     kept_logits = flush_subnormals(mask_below_cutoff(raw_logits, cutoff))
@@ -241,8 +241,8 @@ def load_maxima(partials: Partials, index: jax.Array) -> tuple[LogNormalizer, ja
     """Loads the largest logit and the argmax of a row whose logits were not exponentiated.
 
     Returns:
-      `LogNormalizer`, whose shift is the largest logit. Its `log_sum` is not the row's: it is 0, or
-      NaN where the row is not a distribution. And the argmax, i32[].
+      `LogNormalizer` and the argmax, i32[]. Its shift is the largest logit. Its `log_sum` is not
+      the row's: it is 0, or NaN where the row is not a distribution.
     """
     maxima = load_padded(partials.tile_max, index, -jnp.inf)
     shift, best = jnp.max(maxima), first_argmax(flush_subnormals(maxima))

@@ -1,12 +1,12 @@
-"""Coupled sampling on the kernels: every row draws its token, and drafted ones are compared.
+"""Coupled sampling on the kernels: every row draws, and drafted tokens are compared.
 
     small batch    verify_reduce_kernel     partials of all target rows
                    coupled_draw_kernel      a draw of each row; a request's last program writes
     large batch    verify_accept_kernel     a row's last program draws from it
                    coupled_write_kernel     the draws up to the stop
 
-The stop is the first row that draws another token than the drafted one, or the bonus row. A large
-batch does not read the rows after it.
+The stop is the first row whose draw is not the drafted token, or the bonus row. A large batch does
+not read the rows after it.
 
 References:
   Daliri, Musco and Suresh, 2024, arXiv:2408.07978.
@@ -55,7 +55,7 @@ class _Operands(NamedTuple):
 
 
 class _Drawn(NamedTuple):
-    """Rows [B, K + 1] that have drawn, the result, and the counters of `ReducedRows`.
+    """Draws of rows [B, K + 1], the result, and the counters of `ReducedRows`.
 
     Attributes:
       shift: f32, of the normalizer.
@@ -114,8 +114,8 @@ def draw_and_compare(
 ) -> AcceptanceResult:
     """Draws from target row `i`, i32[1], of a request, and compares with its drafted token.
 
-    The draw, two-level Gumbel-max on the target's stream, is `gumbel_sample`'s of this row. It
-    stands in `argmax` of the result, and its log-probability in `logprobs`.
+    The draw is two-level Gumbel-max on the target's stream, equal to that of `gumbel_sample`. It is
+    `argmax` of the result, and its log-probability is `logprobs`.
     """
     index, scale = jnp.sum(i, dtype=i.dtype), request.temperature.scale
     normalizer, token, logit = _draw_row(arrays, request, index, partials, schedule)
@@ -139,7 +139,7 @@ def _draw_row(
 ) -> tuple[LogNormalizer, jax.Array, jax.Array]:
     """Returns the normalizer of target row i, i32[], the token drawn from it and its logit.
 
-    The noise of its blocks is `gumbels` of the row, or made here.
+    The noise of its blocks is `gumbels` of the row, or is computed here.
     """
     index, greedy = request.b * schedule.rows_per_request + i, request.temperature.greedy
 
@@ -173,13 +173,13 @@ def _draw_row(
 def coupled_draw_kernel(operands: _Operands, out: _Drawn, *, schedule: Schedule) -> None:
     """Draws the token of a target row; the last program of a request writes its result.
 
-    Formula: y_0, ..., y_n with y_i the target's draw from row i, and n the first row whose draw is
-    not the drafted token, or the bonus row.
+    Formula: y_0, ..., y_n, where y_i is the target's draw from row i. Row n is the first whose draw
+    is not the drafted token, or the bonus row.
     Grid: B * (K + 1) programs of 8 warps; one owns a row.
     Bytes per row: V / 128 * 8 of partials, V / 128 * 4 or 8 of Gumbels and the logits of the drawn
     block read; 16 written and read once more, and 8 of the result.
-    Why a program for each row: about a thousand blocks are four to a thread, and rows draw side by
-    side.
+    Why a program for each row: about a thousand blocks are four per thread, and rows draw in
+    parallel.
     Memory order: `is_last_arrival` on `counters[b]`, which `verify_reduce_kernel` zeroed.
     Reference: Daliri, Musco and Suresh, 2024, arXiv:2408.07978.
     """
@@ -197,7 +197,7 @@ def coupled_draw_kernel(operands: _Operands, out: _Drawn, *, schedule: Schedule)
         out.shift[b, row], out.log_sum[b, row] = normalizer
         out.token[b, row], out.logit[b, row] = token, logit
 
-    # Rows past the bonus row draw nothing, and are counted in all the same.
+    # Rows past the bonus row draw nothing, but are counted too.
     @pl.when(is_last_arrival(out.counters, (b,), schedule.rows_per_request, schedule.interpret))
     def _() -> None:
         prefix, drawn = _drawn_prefix(arrays, request, out, schedule)
@@ -207,10 +207,10 @@ def coupled_draw_kernel(operands: _Operands, out: _Drawn, *, schedule: Schedule)
 def _drawn_prefix(
     arrays: VerifyArrays, request: RequestScalars, drawn: _Drawn, schedule: Schedule
 ) -> tuple[AcceptedPrefix, Draw]:
-    """Returns the accepted prefix of a request whose rows have all drawn, and what its row drew."""
+    """Returns the accepted prefix of a request by its rows' draws, and the deciding row's draw."""
     b, i = request.b, jax.lax.iota(jnp.int32, next_power_of_2(schedule.rows_per_request))
     exists = request.active & (i <= request.num_draft_tokens)
-    # All rows are loaded at once: which one decides follows from their tokens.
+    # All rows are loaded at once: their tokens decide which row counts.
     shift, log_sum, token, logit = (load_masked(x, (b, i), exists) for x in drawn[:4])
     has_draft = request.active & (i < request.num_draft_tokens)
     token_id = load_masked(arrays.token_ids, request.first_draft + i, has_draft)
@@ -241,14 +241,14 @@ def _drawn_prefix(
 
 
 def coupled_write_kernel(operands: _Operands, out: Verification, *, schedule: Schedule) -> None:
-    """Writes a request's accepted drafted tokens and what its deciding row has drawn.
+    """Writes a request's accepted drafted tokens and the draw of its deciding row.
 
     Formula: that of `coupled_draw_kernel`.
     Grid: B programs of 1 warp; one owns a request.
     Bytes per request: (K + 1) * 8 read, and one logit; (K + 1) * 8 + 8 written.
-    Why a launch of its own: rows are evaluated in no fixed order, and the first that ends the
-    accepted prefix is known once all are.
-    Memory order: the launch before has ended when it begins to load. It does not trigger the next
+    Why a separate launch: rows are evaluated in no fixed order. The first row that ends the
+    accepted prefix is known only after all of them.
+    Memory order: the previous launch has ended when it begins to load. It does not trigger the next
     launch early. Reference: Daliri, Musco and Suresh, 2024, arXiv:2408.07978.
     """
     arrays, rows = operands

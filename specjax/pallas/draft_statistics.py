@@ -1,4 +1,4 @@
-"""Statistics of draft rows for drafts that carry none: one more launch, before the others."""
+"""Statistics of draft rows for drafts without them: an additional first launch."""
 
 import functools
 from typing import Any, NamedTuple
@@ -68,8 +68,7 @@ def draft_statistics_kernel(operands: _Operands, out: _Outputs, *, schedule: Sch
     of a row that arrives last merges the row's tiles.
     Bytes per row: V * itemsize read; V / 128 * 8 + tiles * 8 + 8 written. Rows without a valid
     drafted token are not read.
-    Why one launch: the merge of a row is short, and the program that arrives last has nothing else
-    to do.
+    Why one launch: the merge of a row is short, and the last program has no other work.
     Memory order: `is_last_arrival` on `counters[row]`; the counters begin at 0.
     Reference: Milakov and Gimelshein, 2018, arXiv:1805.02867: the merge.
     """

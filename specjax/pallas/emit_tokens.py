@@ -1,12 +1,12 @@
-"""The last launches of `rejection_sample`: accepted drafted tokens, and the recovered or bonus one.
+"""The last launches of `rejection_sample`: accepted tokens, and the recovered or bonus token.
 
 A rejected sampled draft needs the masses of its residual max(p - q, 0), which no earlier launch has
 computed. In a small batch each program draws a token from its tile of the residual. The last
 program to arrive compares the tiles' winners, so one launch suffices. In a large batch, or with a
-rule, programs store block masses, and in a second launch one program per request draws; where
-greedy requests get no log-probabilities the last program draws. One-hot drafts without a rule,
-greedy requests and bonus tokens need only the partials of the rows. Block verification has summed
-its residuals before, and launches the draw alone (`draw_next`).
+rule, programs store block masses, and one program per request draws in a second launch. If greedy
+requests get no log-probabilities, the last program draws instead. One-hot drafts without a rule,
+greedy requests and bonus tokens need only the partials of the rows. Block verification has already
+summed its residuals, and launches only the draw (`draw_next`).
 """
 
 import functools
@@ -68,7 +68,7 @@ class _ResidualLogMasses(NamedTuple):
 
 
 class _ResidualOutputs(NamedTuple):
-    """The result, what tiles leave (`TileWinners` or `masses_shape`), and counters."""
+    """The result, results of tiles (`TileWinners` or `masses_shape`), and counters."""
 
     verification: Verification
     tile_results: Any
@@ -78,12 +78,12 @@ class _ResidualOutputs(NamedTuple):
 def emit_tokens(
     arrays: VerifyArrays, rows: ReducedRows | VerifiedRows, schedule: Schedule
 ) -> Verification:
-    """Launches what draws each request's recovered or bonus token, and returns the call's result.
+    """Launches the draws of recovered and bonus tokens, and returns the call's result.
 
     Args:
       arrays: the call's arrays.
-      rows: what the launches before stored of the target rows.
-      schedule: its tile is that of residuals, which cuts a target and a draft row alike.
+      rows: the target rows as earlier launches stored them.
+      schedule: its tile is that of residuals, for a target and a draft row.
     """
     has_residual = arrays.draft_logits is not None or schedule.log_weights is not None
     if not has_residual:
@@ -135,8 +135,8 @@ def residual_mass_kernel(
     2 V * itemsize read, half without draft logits; V / 128 * 4 written, with a rule V / 128 * 8.
     Other requests: scalars.
     Why tiles: one program per request could not read 2 V logits at the memory's full rate.
-    Memory order: it begins to load after `verify_accept_kernel` has ended, whose counters and
-    normalizers it reads. The programs of this launch do not wait for one another.
+    Memory order: it begins to load after `verify_accept_kernel` has ended, and reads the counters
+    and normalizers of that launch. The programs of this launch do not wait for one another.
     References: Leviathan et al., 2023, arXiv:2211.17192; Chen et al., 2023, arXiv:2302.01318.
     """
     num_tiles = schedule.tile.num_tiles(operands.arrays.target_logits.shape[1])
@@ -157,14 +157,15 @@ def verify_draw_kernel(
 ) -> None:
     """Writes a request's accepted drafted tokens, and the next one, drawn by two-level Gumbel-max.
 
-    Formula: block = argmax_i (log mass_i + g_i), token = argmax_{j in block} (log weight_j + g_j),
-    of the residual where a sampled draft was rejected, else of the row (`next_token`).
+    Formula: block = argmax_i (log mass_i + g_i), token = argmax_{j in block} (log weight_j + g_j).
+    The masses are those of the residual if a sampled draft was rejected, else of the row
+    (`next_token`).
     Grid: B programs of 8 warps; one owns a request.
-    Bytes per request: V / 128 * 8 of partials read, and V / 128 * 4 of masses for a residual; two
-    blocks of logits: the drawn one, and the draft row's (residual) or the drafted token's (row). A
-    small batch adds 8 for each tile of K + 1 rows. (K + 1) * 8 + 8 written.
-    Why one program: about a thousand blocks are four to a thread, and the argmax needs them all.
-    Memory order: the launches before have ended when it begins to load. It triggers nothing.
+    Bytes per request: V / 128 * 8 of partials read, and V / 128 * 4 of masses for a residual. Two
+    blocks of logits: the drawn block, and the draft row's (residual) or the drafted token's (row).
+    A small batch adds 8 for each tile of K + 1 rows. (K + 1) * 8 + 8 written.
+    Why one program: about a thousand blocks are four per thread, and the argmax needs them all.
+    Memory order: earlier launches have ended when it begins to load. It triggers no launch early.
     References: those of `next_token`; Maddison et al., 2014, arXiv:1411.0030: Gumbel-max.
     """
     arrays, rows, log_masses = operands
@@ -180,7 +181,7 @@ def _write_drawn(
     out: Verification,
     schedule: Schedule,
 ) -> None:
-    """Draws the token after an accepted prefix from its row or its residual, and writes both."""
+    """Draws the token after an accepted prefix from its row or residual, and writes both."""
     address, vocab_size = next_address(arrays, prefix, schedule), arrays.target_logits.shape[1]
     noise = draw_row_noise(address, vocab_size, schedule.noise_dtype, schedule.threefry)
 
@@ -229,10 +230,10 @@ def residual_last_draw_kernel(
     Grid: B * tiles programs of 8 warps; one owns a tile of 16384 tokens, of the target row that
     rejected and of its draft row. With a rule and B <= 16 as in `residual_draw_kernel`.
     Bytes per request: those of the two kernels. A greedy request's program 0 reads the maxima of
-    its deciding row's tiles, and the others its temperature alone.
+    its deciding row's tiles, and the others read its temperature alone.
     Why one launch: calls without greedy log-probabilities are mostly of greedy requests. These have
-    no residual, and one launch less is a tenth of their time.
-    Memory order: `is_last_arrival` on `counters[b, K + 2]`, which no launch before has counted in.
+    no residual, and saving a launch saves a tenth of their time.
+    Memory order: `is_last_arrival` on `counters[b, K + 2]`, which no earlier launch uses.
     References: Leviathan et al., 2023, arXiv:2211.17192; Chen et al., 2023, arXiv:2302.01318.
     """
     arrays, rows = operands.arrays, operands.rows

@@ -1,13 +1,14 @@
-"""Two-level Gumbel-max: one program draws a token from block probabilities that many have made.
+"""Two-level Gumbel-max: one program draws a token from block masses of many programs.
 
 The argmax of log-weights plus independent Gumbel noise is a sample of the weights. A row of V
 tokens would need V noises. Here a block of 128 tokens is drawn by the blocks' log-masses, then a
-token of that block by the tokens' own log-weights:
+token of that block by the tokens' log-weights:
 
     block = argmax_i (log mass_i + g_i)        token = argmax_{j in block} (log weight_j + g_j)
 
-which needs V / 128 + 128 noises and reads 128 logits of the row again. It is exact: the maximum of
-a block's token scores is distributed as its log-mass plus a Gumbel, whichever token attains it.
+That needs V / 128 + 128 noises, and reads 128 logits of the row again. The draw is exact: the
+maximum of a block's token scores is distributed as its log-mass plus a Gumbel, and is independent
+of its argmax.
 """
 
 from collections.abc import Callable
@@ -40,7 +41,7 @@ __all__ = [
 
 
 class SamplingRow(NamedTuple):
-    """A row of logits and what makes log-probabilities of them.
+    """A row of logits, and the scale, cutoff and normalizer of its log-probabilities.
 
     Attributes:
       logits: reference [R, V].
@@ -73,11 +74,11 @@ class SamplingRow(NamedTuple):
 
 
 class BlockNoise(NamedTuple):
-    """The noise of a draw, which depends on no logit.
+    """The noise of a draw; no logit affects it.
 
     Attributes:
       address: of the draw.
-      first_block: i32, the first of the N blocks that are drawn among.
+      first_block: i32, the first of the N blocks of the draw.
       gumbels: noise_dtype[N], of blocks `first_block`, `first_block + 1`, ...
       threefry: the hash of the kernel.
     """
@@ -89,7 +90,7 @@ class BlockNoise(NamedTuple):
 
 
 class Draw(NamedTuple):
-    """A token that was drawn.
+    """A drawn token.
 
     Attributes:
       token: i32.
@@ -138,8 +139,8 @@ def draw_token(
       row: the row whose token is drawn.
       block_log_masses: f32[N], log-masses of the blocks of `noise`.
       noise: of the draw.
-      token_log_weights: from token ids i32[SAMPLING_BLOCK] and the row's log-probabilities of
-        them to the log-weights that they are drawn by.
+      token_log_weights: from token ids i32[SAMPLING_BLOCK] and their log-probabilities by the row
+        to their log-weights.
 
     Returns:
       The draw.

@@ -1,4 +1,4 @@
-"""How a row is cut among programs: sizes of tiles and warps, each with its reason."""
+"""Sizes of the kernels' tiles and warps, each with its reason."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -15,7 +15,7 @@ class Tile(NamedTuple):
     They are its share of the row, or in a search one iteration of its loop.
 
     Attributes:
-      size: elements that it reduces at once, a power of two; of logits a multiple of the block.
+      size: elements reduced at once, a power of two; for logits a multiple of the block.
       num_warps: warps of the program.
     """
 
@@ -28,7 +28,7 @@ class Tile(NamedTuple):
         return self.size // SAMPLING_BLOCK
 
     def num_tiles(self, vocab_size: int) -> int:
-        """Returns how many tiles a row has: its programs in a launch that reduces it."""
+        """Returns the number of tiles of a row: its programs in a launch that reduces it."""
         return -(-vocab_size // self.size)
 
 
@@ -39,7 +39,7 @@ _POWERS_OF_2 = (
     *("num_pivots", "num_bound_groups", "num_noise_splits", "num_register_logits"),
     *("small_reread_chunk", "large_reread_chunk"),
 )
-# The least value of each that is no power of two.
+# The minimum of each field that need not be a power of two.
 _COUNTS = {
     "num_search_programs": 1,
     "num_judge_programs": 1,
@@ -60,7 +60,7 @@ def _limit(size: int, vocab_size: int) -> int:
 
 
 def _check_tile(name: str, tile: Any) -> None:
-    """Refuses what is no tile of a row of logits."""
+    """Refuses a value that is not a tile of a row of logits."""
     if not isinstance(tile, Tile):
         raise ValueError(f"{name} is {tile!r}; it needs a Tile(size, num_warps), or None.")
     _check_power_of_2(f"{name}.size", tile.size, SAMPLING_BLOCK)
@@ -68,7 +68,7 @@ def _check_tile(name: str, tile: Any) -> None:
 
 
 def _check_power_of_2(name: str, value: Any, least: int, most: int | None = None) -> None:
-    """Refuses what is no power of two, or below or above a limit."""
+    """Refuses a number that is not a power of two, or is below or above a limit."""
     limits = f">= {least}" if most is None else f"from {least} to {most}"
     count = check_count(name, value, least, f"a power of two {limits}")
     if count != next_power_of_2(count) or (most is not None and count > most):
@@ -90,28 +90,28 @@ class KernelConfig:
       residual: tile of a residual, which reads a target and a draft row together.
       buffer_search: tile of a cutoff that is searched among buffered logits.
       row_search: tile of a cutoff that is searched in the row itself.
-      num_draw_warps: warps of the program that draws a token from about a thousand log-masses:
-        four to a thread.
+      num_draw_warps: warps of the program that draws a token from about a thousand log-masses,
+        four per thread.
       num_search_warps: warps of a program that searches a cutoff.
       num_search_programs: programs per row that may search its cutoff together, at most 16; None
         chooses.
       num_pivots: logits at which one pass over a row in memory compares, a power of two.
       num_judge_warps: warps of a program that judges a request of block verification; None chooses.
-      num_judge_programs: programs that judge a request together, of block verification, at least
+      num_judge_programs: programs that judge a request of block verification together, at least
         1; None chooses.
       num_bound_groups: groups into which the judging program deals a row's blocks, a power of two.
         It reads the heaviest block of each group.
       max_small_batch: requests up to which all target rows are read at once.
       num_noise_splits: programs per row that make the noise of its blocks, in `gumbel_sample` and
-        small batches of coupled sampling: a power of two, at most the padded number of blocks.
+        small batches of coupled sampling. A power of two, at most the padded number of blocks.
         0 leaves the noise to the draw; None chooses.
       num_register_logits: candidates that a search holds in registers, a power of two: eight to a
         thread.
       num_buffered_logits: capacity of a row's buffer of candidates in memory, which is cut to
         V / 4. A row with more candidates than `num_register_logits` is searched there.
-      small_reread_chunk: sub-blocks that the compaction reads per iteration in a row that has no
-        more to read again, a power of two.
-      large_reread_chunk: the same in a row that has more, a power of two.
+      small_reread_chunk: sub-blocks that the compaction reads per iteration in a row that has at
+        most as many to read again, a power of two.
+      large_reread_chunk: sub-blocks per iteration in a row that has more, a power of two.
       max_reread: most sub-blocks of a row that are read again; with more, the row itself is
         searched. None chooses.
     """
@@ -137,14 +137,14 @@ class KernelConfig:
     max_reread: int | None = None
 
     def __post_init__(self) -> None:
-        """Refuses sizes that Triton or a kernel would refuse late, in words of their own."""
+        """Refuses sizes that Triton or a kernel would refuse later, with less clear errors."""
         given = {name: x for name, x in vars(self).items() if x is not None}
         for name in given.keys() & _TILES:
             _check_tile(name, given[name])
         for name in given.keys() & _WARPS:
             _check_power_of_2(name, given[name], 1, _MAX_WARPS)
         for name in given.keys() & _POWERS_OF_2:
-            # No programs may make noise.
+            # 0 stands for no programs that make noise.
             if (name, given[name]) != ("num_noise_splits", 0):
                 _check_power_of_2(name, given[name], 1)
         for name in _COUNTS.keys() & given.keys():
@@ -185,8 +185,8 @@ class KernelConfig:
     def split_residual_tile(self, num_requests: int, width: int) -> Tile:
         """Returns the tile of a residual of which a device has `width` tokens.
 
-        Each program that draws reads how its request was judged. The largest tiles that leave two
-        programs to each multiprocessor do so least often: on two H200s 18.8 us for 21.5.
+        Each program that draws reads its request's judgement. The largest tiles that give each
+        multiprocessor two programs read it least often: on two H200s 18.8 us instead of 21.5.
         """
         widest = Tile(32768, 8)
         if self.residual is None and num_requests * (width // widest.size) >= 256:
@@ -217,17 +217,17 @@ class KernelConfig:
         return self.row_search or Tile(_limit(8192, vocab_size), self.num_search_warps)
 
     def search_programs(self, num_rows: int) -> int:
-        """Returns how many programs of a row may search its cutoff together.
+        """Returns the number of programs that may search a row's cutoff together.
 
-        A row has several where they run on multiprocessors that would idle: up to 128 programs for
-        all rows together, of an H200's 132 multiprocessors.
+        A row has several if they run on multiprocessors that would idle: up to 128 programs for
+        all rows together, on an H200's 132 multiprocessors.
         """
         if self.num_search_programs is not None:
             return self.num_search_programs
         return max(1, min(16, 128 // next_power_of_2(num_rows)))
 
     def reread_limit(self, num_programs: int | None) -> int:
-        """Returns how many sub-blocks one program reads again at most.
+        """Returns the maximum number of sub-blocks that one program reads again.
 
         With more sub-blocks it is faster to search the whole row, by all its programs together.
         Counts are equal among sub-blocks and in the row; masses differ by their rounding. So the
@@ -243,10 +243,10 @@ class KernelConfig:
         return 512 if num_programs > 2 else 4096
 
     def noise_splits(self, num_rows: int, num_blocks: int) -> int:
-        """Returns how many programs per row make the noise of its blocks before the draw.
+        """Returns the number of programs per row that make the noise of its blocks before the draw.
 
         They shorten the draw while multiprocessors idle: one program for 256 blocks, sized for
-        float64 noise. In a larger batch they would only queue: none.
+        float64 noise. A larger batch has none, because they would only queue.
         """
         if self.num_noise_splits is not None:
             return self.num_noise_splits
@@ -273,7 +273,7 @@ class KernelConfig:
     def is_small(self, num_requests: int) -> bool:
         """Returns whether a batch is small: all its target rows run at about the same time.
 
-        Then none can be skipped: all are read at once. Each program draws from its tile of a
-        residual and the last to arrive compares the tiles' winners, which saves a launch.
+        Then no row can be skipped: all are read at once. Each program draws from its tile of a
+        residual, and the last to arrive compares the tiles' winners, which saves a launch.
         """
         return num_requests <= self.max_small_batch

@@ -1,11 +1,15 @@
-"""Launches a kernel over references to whole arrays, on a grid of one axis; and what kernels share.
+"""The launch of a kernel over references to whole arrays, on a grid of one axis; shared operations.
 
 The grid's programs run in no fixed order, but start in about the order of their index. Programs of
 one launch see each other's stores only through `is_last_arrival`, and in `cutoff_search_kernel`
 through the arrivals of a team (`cutoff.team`). Three exceptions give equal results in any order:
-the `atomic_max` that publishes a stop in `verify_accept_kernel`, the NaN keys of
-`attention_kernel`, and the slots of new tokens in `fused_attention_kernel`. What a launch stored is
-visible to the next one, with programmatic dependent launch too (`launch_dependents`).
+
+- the `atomic_max` that publishes a stop in `verify_accept_kernel`;
+- the NaN keys of `attention_kernel`;
+- the slots of new tokens in `fused_attention_kernel`.
+
+The stores of a launch are visible to the next one, with programmatic dependent launch too
+(`launch_dependents`).
 """
 
 from collections.abc import Callable, Mapping
@@ -35,7 +39,7 @@ __all__ = [
 ]
 
 _WHOLE_ARRAY = pl.BlockSpec(memory_space=pl.ANY)
-# Pallas makes one bfloat16 product of each of the first three; Triton lacks the last.
+# Pallas lowers each of the first three to one bfloat16 product; Triton lacks the last.
 _UNSUPPORTED_PRECISIONS = (
     "BF16_BF16_F32_X3",
     "BF16_BF16_F32_X6",
@@ -100,7 +104,7 @@ def launch(
 
 
 def output(shape: tuple[int, ...], dtype: Any = jnp.float32) -> Any:
-    """Returns the shape and dtype of an output; each output needs an object of its own."""
+    """Returns the shape and dtype of an output; each output needs a separate object."""
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
@@ -127,8 +131,9 @@ def _ex2(x: jax.Array) -> jax.Array:
 def make_nan_to_inf(interpret: bool) -> Callable[[jax.Array], jax.Array]:
     """Returns the function of bf16, f16 or f32 that replaces NaN by +inf.
 
-    On a GPU the minimum of a number and +inf, which is +inf for NaN: one instruction for two short
-    floats. A comparison and a select would be four, and compilers take `jnp.minimum(x, inf)` for x.
+    On a GPU it is the minimum of a number and +inf, which is +inf for NaN: one instruction for two
+    short floats. A comparison and a select would be four, and compilers replace
+    `jnp.minimum(x, inf)` by x.
     """
     return nan_to_inf if interpret else _min_inf
 
@@ -153,8 +158,8 @@ def _min_inf(x: jax.Array) -> jax.Array:
 def make_add_above(interpret: bool) -> Callable[..., jax.Array]:
     """Returns the function of f32 of one shape: sums + (weights where x >= pivots, else 0).
 
-    On a GPU a comparison that gives 1 or 0 and a multiply-add: two instructions, where a select and
-    an addition are three. The result is the same for finite weights.
+    On a GPU it is a comparison that gives 1 or 0, and a multiply-add: two instructions, where a
+    select and an addition are three. The result is equal for finite weights.
     """
 
     def add_above(
@@ -179,13 +184,13 @@ def _add_above(sums: jax.Array, x: jax.Array, pivots: jax.Array, weights: jax.Ar
 def is_last_arrival(counter: Any, index: tuple[Any, ...], total: int, interpret: bool) -> jax.Array:
     """Counts this program in and returns whether it is the last of `total` to arrive, bool[].
 
-    Everything that the others stored before they arrived is visible to the last program. Triton's
+    All stores of the others before their arrivals are visible to the last program. Triton's
     atomic addition has acquire-release order at GPU scope: it releases the stores that precede it,
     and acquires what earlier additions released. One thread of a program adds. A barrier before the
     addition orders the other threads' stores before it. Triton hands the sum to the other threads
     through a second barrier, which orders their loads after it.
 
-    No program waits: one that is not the last one ends. So the grid may be larger than what the
+    No program waits: one that is not the last ends. So the grid may have more programs than the
     GPU runs at once.
     """
     if not interpret:
@@ -201,12 +206,12 @@ def launch_dependents(index: jax.Array) -> jax.Array:
     here, or have ended. XLA begins every Triton kernel with `griddepcontrol.wait`, which returns
     once all kernels before it have ended and their stores are visible.
 
-    Only a kernel whose results are read by kernels of this library alone may execute it. XLA's own
-    kernels may load what they take for constants before they wait.
+    A kernel may execute it only if kernels of this library alone read its results. XLA's kernels
+    may load supposed constants before they wait.
 
-    The caller uses the returned index in what has to follow, its stores for example: the data
-    dependency keeps the instruction before them. Only the order of the program keeps it after a
-    main loop.
+    The caller uses the returned index in operations that must follow, its stores for example: the
+    data dependency keeps the instruction before them. Only program order keeps it after a main
+    loop.
     """
     (result,) = plgpu.elementwise_inline_asm(
         "griddepcontrol.launch_dependents; mov.b32 $0, $1;",

@@ -1,4 +1,4 @@
-"""What a kernel of verification loads of a request: scalars, drafted tokens and their rows."""
+"""Loads of a request in a kernel of verification: scalars, drafted tokens and their rows."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -97,7 +97,7 @@ class Schedule(NamedTuple):
         return i <= n if self.has_bonus_rows else i < n
 
     def verification_shape(self) -> Verification:
-        """Returns the shapes of the call's result."""
+        """Returns the shapes of the call's `Verification`."""
         requests, rows = (self.num_requests,), (self.num_requests, self.rows_per_request)
         return Verification(
             token_ids=output(rows, jnp.int32),
@@ -114,7 +114,7 @@ class RequestScalars(NamedTuple):
       b: i32, its index in the batch.
       first_draft: i32, index of its first drafted token in the flat token arrays.
       first_target_row: i32, index of its first row in the target logits.
-      num_draft_tokens: i32, valid drafted tokens; -1 if the caller gave -1, which is inactive.
+      num_draft_tokens: i32, valid drafted tokens; -1 for the caller's -1, an inactive request.
       temperature: the target's, parsed.
       active: bool, whether it may emit tokens.
     """
@@ -156,7 +156,7 @@ class DraftRow(NamedTuple):
 
 
 class DraftedToken(NamedTuple):
-    """A drafted token and the distribution that it came from.
+    """A drafted token and the distribution that it was drawn from.
 
     Attributes:
       token_id: i32.
@@ -173,7 +173,7 @@ class DraftedToken(NamedTuple):
     row: DraftRow
 
     def select(self, mask: jax.Array) -> "DraftedToken":
-        """Returns the only token, of several, where `mask` is True."""
+        """Returns the one token, of several, where `mask` is True."""
         cutoff = self.row.cutoff
         return DraftedToken(
             reduce_where(self.token_id, mask),
@@ -199,7 +199,7 @@ def load_request(arrays: VerifyArrays, b: jax.Array, schedule: Schedule) -> Requ
     if arrays.cu_num_draft_tokens is None:
         first_draft, capacity = b * k, jnp.int32(k)
     else:
-        # A wrong count must not lead outside the arrays: that would end the whole process.
+        # A wrong count must not lead to loads outside the arrays, which would end the process.
         total = arrays.target_logits.shape[0] - schedule.num_requests
         ends = [jnp.clip(arrays.cu_num_draft_tokens[i], 0, total) for i in (b, b + 1)]
         first_draft, capacity = ends[0], jnp.clip(ends[1] - ends[0], 0, k)
@@ -214,14 +214,14 @@ def load_request(arrays: VerifyArrays, b: jax.Array, schedule: Schedule) -> Requ
         token_ids = plgpu.load(at, mask=is_inside, other=jnp.int32(-1))
         num_draft_tokens = num_valid_drafts(token_ids, num_given)
     active = (num_draft_tokens >= 0) & temperature.valid
-    # Each of the b requests before this one has one target row more than it has drafts.
+    # Each of the b earlier requests has one target row more than drafts.
     return RequestScalars(b, first_draft, first_draft + b, num_draft_tokens, temperature, active)
 
 
 def locate_draft_row(
     arrays: VerifyArrays, request: RequestScalars, i: jax.Array, mask: jax.Array, schedule: Schedule
 ) -> DraftRow:
-    """Returns the draft rows of drafted tokens i, found through `draft_rows` where it is given."""
+    """Returns the draft rows of drafted tokens i, through `draft_rows` if it is not None."""
     index = request.first_draft + i
     if arrays.draft_rows is None:
         row = index
@@ -230,7 +230,7 @@ def locate_draft_row(
     else:
         row = load_masked(arrays.draft_rows, index, mask)
     if arrays.draft_rows is not None:
-        # A wrong row must not lead outside the arrays either.
+        # Nor may a wrong row.
         row = jnp.clip(row, 0, arrays.draft_logits.shape[0] - 1)
     temperatures, cutoff = arrays.draft_temperature, arrays.draft_cutoff
     temperature = (arrays.temperature if temperatures is None else temperatures)[request.b]

@@ -1,4 +1,4 @@
-"""The token after the accepted drafted tokens: the row that decides it, its draw, the output.
+"""The token after the accepted drafted tokens: its row, its draw and the output.
 
 With n drafted tokens accepted, target row n decides the next token:
 
@@ -7,11 +7,11 @@ With n drafted tokens accepted, target row n decides the next token:
     n < num_draft_tokens, one-hot draft x     recovered token, from p without x
     greedy request                            the argmax of row n
 
-Three calls draw otherwise after a rejection. In block verification the residual is
-norm(max(rho p - q, 0)). A rule has weights of its own, for one-hot drafts too. In coupled sampling
-row n has drawn its token already.
+Three calls draw differently after a rejection. In block verification the residual is
+norm(max(rho p - q, 0)). A rule has its own weights, for one-hot drafts too. In coupled sampling
+row n has already drawn its token.
 
-These functions run inside the kernels of `emit_tokens` and of the calls that it serves.
+These functions run inside the kernels of `emit_tokens` and of its callers.
 
 References:
   Leviathan et al., 2023, arXiv:2211.17192; Chen et al., 2023, arXiv:2302.01318.
@@ -63,18 +63,17 @@ class AcceptedPrefix(NamedTuple):
 
     Attributes:
       request: the request.
-      num_accepted: i32, drafted tokens that are accepted, and so the index of the row; 0 for an
+      num_accepted: i32, accepted drafted tokens, which is also the index of the row; 0 for an
         inactive request.
       row: that row of target logits.
       valid: bool, whether the row is a distribution and the request active.
       rejected: bool, whether the row rejected a drafted token.
       drafted: the drafted token at the row; arbitrary if there is none; None where K is 0.
-      from_residual: bool, whether the next token is drawn by residual masses: after a sampled draft
-        was rejected, with a rule after any draft.
+      from_residual: bool, whether residual masses draw the next token: after the rejection of a
+        sampled draft, with a rule of any draft.
       argmax: i32, of the row, where the request is greedy; in coupled sampling the row's draw.
       logprobs: f32[N], log p of the first `num_accepted` drafted tokens.
-      log_rho: f32, log of what multiplies p in the residual of block verification; None stands
-        for 0.
+      log_rho: f32, log of the factor of p in the residual of block verification; None is 0.
     """
 
     request: RequestScalars
@@ -98,8 +97,8 @@ def load_accepted_prefix(
 ) -> AcceptedPrefix:
     """Returns the accepted prefix of request b.
 
-    `ReducedRows` are evaluated here, by every program of the request. `VerifiedRows` hold what
-    `verify_accept_kernel` has stored.
+    `ReducedRows` are evaluated here, by every program of the request. `VerifiedRows` hold the
+    results of `verify_accept_kernel`.
     """
     request = load_request(arrays, b, schedule)
     i = jax.lax.iota(jnp.int32, next_power_of_2(schedule.rows_per_request))
@@ -119,7 +118,7 @@ def load_accepted_prefix(
             b, jnp.int32(schedule.rows_per_request)
         ].astype(jnp.int32)
         if schedule.options.skips_greedy_sums:
-            # No program of a greedy request's bonus row publishes it.
+            # No program publishes the bonus row of a greedy request as the stop.
             num_accepted = jnp.minimum(num_accepted, request.num_draft_tokens)
         num_accepted = jnp.where(request.active, num_accepted, jnp.int32(0))
         index = b * schedule.rows_per_request + num_accepted
@@ -199,7 +198,7 @@ def verification_of(
     draw: Callable[[], Draw] | None,
     schedule: Schedule,
 ) -> Verification:
-    """Returns what `write_result` writes of a request; tokens are padded to a power of two."""
+    """Returns a request's `Verification`, its tokens padded to a power of two."""
     token, logprob, is_emitted = _next_token(arrays, prefix, draw, schedule)
     request, num_accepted = prefix.request, prefix.num_accepted
     is_emitted &= request.active
@@ -219,7 +218,7 @@ def verification_of(
 
 
 def has_given_bonus(arrays: VerifyArrays, prefix: AcceptedPrefix, schedule: Schedule) -> jax.Array:
-    """Returns whether a request's next token is the bonus token that the caller chose, bool[]."""
+    """Returns whether a request's next token is the caller's bonus token, bool[]."""
     bonus = arrays.bonus_token_ids[prefix.request.b]
     return (bonus >= 0) & (bonus < schedule.vocab_size(arrays)) & ~prefix.rejected
 
@@ -252,7 +251,7 @@ def _next_token(
     bonus = arrays.bonus_token_ids[prefix.request.b]
     is_given = has_given_bonus(arrays, prefix, schedule)
     bonus_logprob = prefix.row.logprobs(jnp.maximum(bonus, 0))
-    # An invalid row gives no probability to a bonus token that the caller has chosen.
+    # An invalid row gives a caller's bonus token no probability.
     bonus_logprob = jnp.where(prefix.valid, bonus_logprob, -jnp.inf)
     logprob = jnp.where(is_given, bonus_logprob, logprob)
     return jnp.where(is_given, bonus, token), logprob, prefix.valid | is_given

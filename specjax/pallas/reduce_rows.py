@@ -1,4 +1,4 @@
-"""Target rows reduced to partials, whatever is accepted.
+"""The launch that reduces every target row to partials.
 
 References:
   Milakov and Gimelshein, 2018, arXiv:1805.02867.
@@ -46,15 +46,15 @@ __all__ = [
 
 
 class ReducedRows(NamedTuple):
-    """Target rows [B * (K + 1)], those reduced that `Schedule.is_reduced` says.
+    """Target rows [B * (K + 1)], reduced where `Schedule.is_reduced`.
 
     Attributes:
       partials: of these rows.
-      counters: u32[B], zeros, in which the programs of the next launch count themselves.
+      counters: u32[B], zeros, for the arrivals of the next launch.
       gumbels: noise_dtype[B * (K + 1), N] of the rows' blocks, on the target's stream; None where
         the draw makes them.
       shared: `SharedRows` f32[B * (K + 1), columns] of this device, where a vocabulary is split:
-        the partials of tiles, which `partials` then lacks, and drafted tokens' logits.
+        the partials of tiles, which `partials` then lacks, and the drafted tokens' logits.
     """
 
     partials: Partials
@@ -71,8 +71,8 @@ def reduce_rows(
     Args:
       arrays: the call's arrays.
       schedule: of the launch.
-      every_row_draws: whether the next launch draws from each row, in one program per row. Then
-        this one makes the noise and, from Hopper on, triggers the next early.
+      every_row_draws: whether the next launch draws from each row, in one program per row. If so,
+        this launch makes the noise and, from Hopper on, triggers the next one early.
     """
     vocab_size = arrays.target_logits.shape[1]
     num_rows = schedule.num_requests * schedule.rows_per_request
@@ -107,10 +107,10 @@ def verify_reduce_kernel(
     of one row. For coupled sampling B * (K + 1) * num_splits more come first; one makes the Gumbels
     of a share of a row's blocks.
     Bytes per row: V * itemsize read; V / 128 * 8 + tiles * 12 written, and V / 128 * 4 or 8 of
-    Gumbels. Rows past a request's bonus row are not read, nor, by block verification with B > 16,
-    that one (`block.bonus_row`).
-    Why all others: with B <= 16 all rows run at about the same time, and a rejection would come too
-    late to save reading. Block verification needs every row with a draft.
+    Gumbels. Rows past a request's bonus row are not read. Block verification with B > 16 does not
+    read the bonus row either (`block.bonus_row`).
+    Why all other rows: with B <= 16 all rows run at about the same time, and a rejection would come
+    too late to save a read. Block verification needs every row with a draft.
     Memory order: the programs of this launch do not wait for one another. The first program of a
     request zeroes the counter of the next launch, which begins to load after this one has ended.
     For coupled sampling on Hopper every program first triggers that launch (PDL): its programs are
@@ -137,7 +137,7 @@ def verify_reduce_kernel(
 def _reduce_tile(
     arrays: VerifyArrays, out: ReducedRows, program: jax.Array, schedule: Schedule
 ) -> None:
-    """Reduces the tile of a program; the first one of a request zeroes its counter."""
+    """Reduces the tile of a program; a request's first program zeroes its counter."""
     num_tiles = schedule.tile.num_tiles(arrays.target_logits.shape[1])
     index, tile_index = divmod_i32(program, num_tiles)
     b, i = divmod_i32(index, schedule.rows_per_request)

@@ -1,9 +1,9 @@
 """The residual after a rejected draft: its masses, and the draw from them by blocks or by tiles.
 
-    max(rho p - q, 0)        rho = 1 but in block verification
+    max(rho p - q, 0)        rho = 1 except in block verification
 
-A rule has log-weights of its own, `Schedule.log_weights`, to which any number may be added. These
-functions run inside the kernels of `emit_tokens` and of block verification.
+A rule has its own log-weights, `Schedule.log_weights`, up to an additive constant. These functions
+run inside the kernels of `emit_tokens` and of block verification.
 """
 
 from typing import Any, NamedTuple
@@ -60,7 +60,7 @@ class TileWinners(NamedTuple):
 
     Attributes:
       mass: f32, of the tile.
-      score: noise_dtype, of the block that was drawn: its log-mass plus its Gumbel.
+      score: noise_dtype, of the drawn block: its log-mass plus its Gumbel.
       token: i32, drawn from that block.
       logit: f32, the token's.
     """
@@ -71,7 +71,7 @@ class TileWinners(NamedTuple):
     logit: Any
 
 
-# What a row of tiles is padded by.
+# Padding of a row of tiles.
 _EMPTY_TILE = TileWinners(mass=0, score=-jnp.inf, token=0, logit=0)
 
 
@@ -104,7 +104,7 @@ def load_draft_logprobs(
 def _load_draft_columns(
     arrays: VerifyArrays, drafted: DraftedToken, column: jax.Array
 ) -> jax.Array:
-    """Loads log q at columns >= 0 of this device, which are token ids where rows are whole."""
+    """Loads log q at columns >= 0 of this device; columns are token ids where rows are whole."""
     row, draft_id = drafted.row, load_draft_ids(arrays, column)
     x = load_raw_logits(arrays.draft_logits, row.row_index, draft_id)
     return token_logprobs(
@@ -130,7 +130,7 @@ def load_residual_terms(
 
 
 def _row_times_rho(prefix: AcceptedPrefix) -> SamplingRow:
-    """Returns the deciding row, whose normalizer makes rho p of it: an operation less per logit."""
+    """Returns the deciding row with rho in its normalizer, which saves an operation per logit."""
     row = prefix.row
     if prefix.log_rho is None:
         return row
@@ -145,8 +145,8 @@ def reduce_masses(
 
     The draft was sampled.
     """
-    # Columns of this device: with the id of its first token, which is loaded, Triton would not see
-    # that a thread's logits lie together, and would load each by itself.
+    # Columns of this device, not token ids: the id of its first token is a loaded value. With it
+    # added, Triton would not see that a thread's logits are contiguous.
     column, exp2 = tile_token_ids(schedule.tile, tile_index), make_exp2(schedule.interpret)
     assert prefix.drafted is not None
     draft_logprobs = _load_draft_columns(arrays, prefix.drafted, column)
@@ -162,7 +162,7 @@ def store_log_masses(
     row: jax.Array,
     schedule: Schedule,
 ) -> None:
-    """Stores what the blocks of tile `tile_index` weigh in a row of `out`, see `masses_shape`."""
+    """Stores the log-masses of tile `tile_index`'s blocks in a row of `out` of `masses_shape`."""
     num_blocks = schedule.tile.num_blocks
     blocks = tile_index * num_blocks + jax.lax.iota(jnp.int32, num_blocks)
     if schedule.log_weights is None:
@@ -199,7 +199,7 @@ def draw_residual(
         assert prefix.drafted is not None
         mass_row = mass_row * schedule.max_draft_tokens + prefix.num_accepted
         min_mass = jnp.float32(min_mass) * jnp.exp(prefix.log_rho)
-        # Without the token of a one-hot draft rho p is exact: no part of it is rounding.
+        # With a one-hot draft the residual is rho p without a token, exactly: every mass counts.
         min_mass = jnp.where(prefix.drafted.one_hot, jnp.float32(0), min_mass)
     index, other = (mass_row, block_index), jnp.float32(-jnp.inf)
     log_masses = plgpu.load(residual_log_masses.at[index], mask=inside, other=other)
@@ -225,7 +225,7 @@ def draw_by_rule(
 ) -> Draw:
     """Draws by a rule's log-weights, less their largest; from the row if none is finite.
 
-    The `Partials` are those of the blocks of the weights.
+    The `Partials` are of the weights' blocks.
     """
     blocks = load_blocks(partials, prefix.request.b, arrays.target_logits.shape[1])
     largest = jnp.max(blocks.max)
@@ -301,7 +301,7 @@ def choose_winner(
 
 
 def _best_tile(winners: TileWinners, row: jax.Array) -> tuple[jax.Array, Draw]:
-    """Returns the mass f32[] of a row of tiles, and what its best tile drew."""
+    """Returns (total mass f32[], winning draw) over a row of tiles."""
     masses, scores, tokens, logits = [
         load_padded(values, row, other) for values, other in zip(winners, _EMPTY_TILE, strict=True)
     ]

@@ -3,7 +3,7 @@
     sample_reduce_kernel   maximum and sum of each block of 128 tokens; Gumbels of the blocks
     sample_draw_kernel     a block by Gumbel-max, then a token of it
 
-Nothing is reduced twice, and no row is copied.
+No row is reduced twice, and none is copied.
 """
 
 import functools
@@ -52,7 +52,7 @@ __all__ = [
 
 
 class _Reduced(NamedTuple):
-    """Partials of the rows' blocks, and their Gumbels [B, N], or None: the draw makes them."""
+    """Partials of the rows' blocks, and their Gumbels [B, N], or None if the draw makes them."""
 
     partials: Partials
     gumbels: Any
@@ -66,7 +66,7 @@ class DrawOperands(NamedTuple):
 
 
 class DrawnRow(NamedTuple):
-    """What a program that draws loads of its row: it, its blocks, their noise, its temperature."""
+    """The inputs of a row's draw: the row, its blocks, their noise, its temperature."""
 
     row: SamplingRow
     blocks: MaxSum
@@ -98,7 +98,7 @@ def sample_rows(arrays: SampleArrays, options: CallOptions) -> Sample:
 
 
 def reduce_rows(arrays: SampleArrays, options: CallOptions) -> _Reduced:
-    """Launches the reduction of rows, and returns what a draw reads of it."""
+    """Launches the reduction of rows, and returns the partials and Gumbels."""
     num_rows, vocab_size = arrays.logits.shape
     config = options.implementation.config(KernelConfig)
     noise_dtype, interpret = options.noise_dtype, options.implementation.interpret
@@ -126,10 +126,10 @@ def sample_reduce_kernel(
     """Writes m_i = max x and l_i = sum exp((x - m_i) / τ) of the blocks of a tile, or Gumbels.
 
     Grid: B * (num_splits + tiles) programs of 8 warps. The first B * num_splits write the Gumbels
-    of the rows' blocks, each a share of a row; each of the others owns a tile of one row.
+    of the rows' blocks, each for a share of a row. Each of the others owns a tile of one row.
     Bytes per row: V * itemsize read; V / 128 * 8 written, and V / 128 * 4 or 8 for the Gumbels.
-    Why tiles: a row needs many programs to be read at the memory's full rate. Why splits of the
-    noise: it waits for no logit, and the draw waits for it.
+    Why tiles: a row needs many programs to be read at the memory's full rate. Why noise splits: the
+    noise needs no logit, and the draw waits for it.
     Memory order: the programs of this launch do not wait for one another. The next launch begins to
     load after this one has ended. Reference: Milakov and Gimelshein, 2018, arXiv:1805.02867: (m,
     l).
@@ -172,8 +172,8 @@ def sample_draw_kernel(
     Grid: B programs of 8 warps; one owns a row.
     Bytes per row: V / 128 * 8 of partials read, V / 128 * 4 or 8 of Gumbels, and the logits of the
     drawn block; 12 written.
-    Why one program: the choice of a block needs all of them, about a thousand, four to a thread.
-    Memory order: the launch before has ended when it begins to load. It does not trigger the next
+    Why one program: the choice of a block needs all of them, about a thousand, four per thread.
+    Memory order: the previous launch has ended when it begins to load. It does not trigger the next
     launch early.
     Reference: Maddison et al., 2014, arXiv:1411.0030: Gumbel-max, and the maximum of a block.
     """
@@ -189,7 +189,7 @@ def sample_draw_kernel(
 
 
 def load_row(operands: DrawOperands, b: jax.Array, noise_dtype: Any, interpret: bool) -> DrawnRow:
-    """Loads what row b is drawn by; its noise is made here, where the reduction made none."""
+    """Loads the inputs of row b's draw; makes its noise if the reduction made none."""
     arrays, reduced = operands
     cutoff = _load_optional(arrays.cutoff, b)
     blocks = load_blocks(reduced.partials, b, arrays.logits.shape[1])
@@ -216,7 +216,7 @@ def load_row(operands: DrawOperands, b: jax.Array, noise_dtype: Any, interpret: 
 
 
 def _first_block(arrays: SampleArrays) -> jax.Array | None:
-    """Returns the block that a device's tokens begin with; None where rows are whole."""
+    """Returns the first block of a device's tokens; None where rows are whole."""
     first = load_first_token(arrays)
     return None if first is None else divmod_i32(first, SAMPLING_BLOCK)[0]
 

@@ -1,16 +1,16 @@
-"""Target rows reduced to statistics and, in a large batch, evaluated in the launch that reads them.
+"""The launch of a large batch that reduces target rows, and evaluates their drafted tokens.
 
 In a small batch `verify_reduce_kernel` reduces every row, and every program of the next launch
 evaluates its request's drafted tokens. In a large batch `verify_accept_kernel` does both: the last
-program of a row to arrive evaluates it, by a function that the call gives. A call with a rule takes
-this kernel in a batch of any size.
+program of a row to arrive evaluates it, by a function that is passed. A call with a rule takes this
+kernel in a batch of any size.
 
 In its grid the programs of row 0 of all requests come first, then those of row 1, and so on. The
 stop of a request is the row where its accepted prefix ends: a rejection, or the bonus row. The
 program that finds it publishes it. Programs of later rows that start afterwards return without
 reading. No row waits for another. In a larger batch more programs lie between rows i and i + 1, so
-fewer rows are read in vain. A tile with a logit above the drafted token's rejects the token of a
-greedy request before the row is reduced.
+fewer rows are read for nothing. A tile with a logit above the drafted token's rejects a greedy
+request's token before the row is reduced.
 """
 
 import functools
@@ -70,7 +70,7 @@ __all__ = [
 
 
 class VerifiedRows(NamedTuple):
-    """Target rows [B * (K + 1)] that were read, with their `AcceptanceResult`s.
+    """Target rows [B * (K + 1)] read so far, with their `AcceptanceResult`s.
 
     Attributes:
       partials: of the rows that were read.
@@ -80,9 +80,9 @@ class VerifiedRows(NamedTuple):
       argmax: i32, id of the row's largest logit, valid where the request is greedy; the drawn token
         in coupled sampling.
       counters: u32[B, K + 2]. `[:, i]` counts the programs that are done with row i. `[:, K + 1]`
-        publishes the stop: 0 while none is known, else K + 1 - i for the smallest row i that is
-        known to end the accepted prefix. So `atomic_max` keeps the smallest row. Without
-        log-probabilities of greedy requests u32[B, K + 3]: `residual_last_draw_kernel` counts, too.
+        publishes the stop: 0 while none is known, else K + 1 - i for the smallest known row i that
+        ends the accepted prefix. So `atomic_max` keeps the smallest row. Without log-probabilities
+        of greedy requests u32[B, K + 3]: `residual_last_draw_kernel` counts in the last one.
     """
 
     partials: Partials
@@ -122,7 +122,7 @@ def evaluate_acceptance(
     """Evaluates the acceptance tests of target rows `i`, i32[R], of a request.
 
     A drafted token x is accepted if `uniform < p(x) / q(x)`. A greedy request accepts the argmax.
-    Synthetic acceptance accepts at given rates. Rows that are not reduced are no distributions.
+    Synthetic acceptance accepts at given rates. Rows that are not reduced are invalid.
     """
     exists, has_draft = schedule.is_reduced(request, i), i < request.num_draft_tokens
     scale = request.temperature.scale
@@ -136,7 +136,7 @@ def evaluate_acceptance(
     normalizer = statistics.normalizer._replace(
         log_sum=jnp.where(statistics.valid, statistics.normalizer.log_sum, jnp.nan)
     )
-    # For a request that is not greedy this loads uninitialized memory, which nothing uses.
+    # If the request is not greedy, this loads uninitialized memory, which nothing uses.
     index = request.b * schedule.rows_per_request + i
     best_tile = first_argmax(flush_subnormals(tiles.max))
     argmax = load_masked(partials.tile_argmax, (index, best_tile), exists).astype(jnp.int32)
@@ -172,7 +172,7 @@ def accept_rows(
     """Launches the reduction and evaluation of each request's rows up to its stop."""
     vocab_size = arrays.target_logits.shape[1]
     num_rows = schedule.num_requests * schedule.rows_per_request
-    # Without log-probabilities of greedy requests a launch after this one counts its programs, too.
+    # Without log-probabilities of greedy requests, a later launch also counts its programs.
     num_counters = schedule.rows_per_request + 1 + schedule.options.skips_greedy_sums
     zeros = jnp.zeros((schedule.num_requests, num_counters), jnp.uint32)
     return launch(
@@ -198,8 +198,8 @@ def verify_accept_kernel(
 ) -> None:
     """Reduces a tile of a target row; the row's last program evaluates its drafted token.
 
-    Formula: m_i = max x, l_i = sum exp((x - m_i) / τ) per block; then `evaluate` of the row, which
-    accepts x if u < p(x) / q(x), if a rule does, or if the row draws x (`draw_and_compare`).
+    Formula: m_i = max x, l_i = sum exp((x - m_i) / τ) per block. Then `evaluate` accepts the
+    drafted token x if u < p(x) / q(x), if a rule does, or if the row draws x (`draw_and_compare`).
     Grid: (K + 1) * B * tiles programs of 4 warps, of 8 with B <= 16, row 0 of all requests first;
     one owns a tile of 8192 logits of one row.
     Bytes per row: V * itemsize read, once more for each of the entropy and the rank that a rule
@@ -238,7 +238,7 @@ def verify_accept_kernel(
         row_tile = locate_tile(arrays, request, i, tile_index)
         _store_tile(arrays, request, i, row_tile, out.partials, schedule, publish_stop)
         if schedule.options.skips_greedy_sums and is_decided_by_tiles(arrays, schedule):
-            # Every tile of a greedy request has decided for itself.
+            # The tiles of a greedy request have already decided.
             is_last = cond_or(~request.temperature.greedy, arrive, i < 0)
         else:
             is_last = arrive()
@@ -273,8 +273,8 @@ def _store_tile(
 ) -> None:
     """Stores a tile's partials; its maximum may reject a greedy request's drafted token.
 
-    Without log-probabilities the tiles decide alone: none may exceed the drafted token's logit, nor
-    reach it at a lower id. A tile's argmax is then stored only where it may be the row's.
+    Without log-probabilities the tiles alone decide: none may exceed the drafted token's logit, nor
+    reach it at a lower id. A tile's argmax is then stored only if it may be the row's.
     """
     at, greedy = request.b * schedule.rows_per_request + i, request.temperature.greedy
     has_draft, by_tiles = i < request.num_draft_tokens, is_decided_by_tiles(arrays, schedule)
@@ -300,6 +300,6 @@ def _store_tile(
     def decide_greedy() -> None:
         argmax = tile_argmax(row_tile, blocks.max, schedule.tile)
         partials.tile_argmax[at, row_tile.tile_index] = argmax
-        # Ties go to the lowest id. A masked token is not accepted, nor one of +inf.
+        # Ties go to the lowest id. Masked tokens and tokens of +inf are not accepted.
         is_argmax = (largest == drafted) & (argmax >= token_id) & jnp.isfinite(drafted)
         pl.when(has_draft & ~is_argmax)(publish_stop)

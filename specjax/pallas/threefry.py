@@ -1,8 +1,8 @@
 """Threefry-2x32 in kernels: the rounds as PTX, one operation per word of the hash.
 
-A hash of `specjax.core.noise` is about a hundred operations, and a draw takes six hashes. For every
-load and store Triton's coalescing pass walks over all of them: a kernel that draws twice took 8 s
-to compile, and takes 1 s with a hash of two PTX operations.
+A hash of `specjax.core.noise` is about a hundred operations, and a draw takes six hashes. Triton's
+coalescing pass walks over all operations for every load and store. A kernel that draws twice took
+8 s to compile so, and takes 1 s with a hash of two PTX operations.
 """
 
 import functools
@@ -21,16 +21,16 @@ def make_threefry(interpret: bool) -> Hash:
     return _called_threefry2x32 if interpret else _threefry2x32
 
 
-# A call, which is lowered once per shape: written out, some twenty hashes are two thirds of the
+# A call is lowered once per shape. Inlined, some twenty hashes would be two thirds of the
 # operations of an interpreted kernel.
 _called_threefry2x32 = jax.jit(threefry2x32)
 
 
 def _threefry2x32(key: Words, count: Words) -> Words:
-    """Returns what `specjax.core.noise.threefry2x32` does."""
+    """Returns the two words of `specjax.core.noise.threefry2x32`, by PTX."""
     operands = [jnp.asarray(word, jnp.uint32) for word in (*key, *count)]
     shape = jnp.broadcast_shapes(*[word.shape for word in operands])
-    # The instruction takes tiles alone; the sum of one element is that element.
+    # The instruction takes only tiles; the sum of one element is that element.
     operands = [jnp.broadcast_to(word, shape or (1,)) for word in operands]
     words = [_run(threefry_ptx(index), operands) for index in (0, 1)]
     x0, x1 = words if shape else [jnp.sum(word, dtype=jnp.uint32) for word in words]
@@ -52,8 +52,8 @@ def _run(ptx: str, operands: list[jax.Array]) -> jax.Array:
 def threefry_ptx(index: int) -> str:
     """Returns PTX that writes word `index`, 0 or 1, of the hash to operand 0.
 
-    Operands 1 and 2 are the key, 3 and 4 the count. JAX lets such code have one result. What both
-    words share, the assembler computes once.
+    Operands 1 and 2 are the key, 3 and 4 the count. JAX allows one result of such code. The
+    assembler computes the common part of both words once.
     """
     words = ("$1", "$2", "parity")
     lines = [

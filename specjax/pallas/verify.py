@@ -1,7 +1,7 @@
-"""The verifiers on the kernels: which launches a call takes, and the tests of a rule.
+"""The verifiers on the kernels: the launches of a call, and the tests of a rule.
 
 rules.standard()     rows are reduced and evaluated, then the next token is drawn
-a `Rule`             by the schedule of a large batch, which evaluates by the rule
+a `Rule`             the schedule of a large batch, evaluated by the rule
 rows over devices    `split`
 rules.block()        `block`
 rules.coupled()      `coupled`
@@ -140,7 +140,7 @@ def log_weights_by_rule(
     if arrays.draft_logits is not None:
         sampled = load_draft_logprobs(arrays, drafted, token_id)
         draft_logprobs = jnp.where(drafted.one_hot, draft_logprobs, sampled)
-    # An id below 0 is looked up past the row's end, where log p is -inf.
+    # An id below 0 is read past the row's end, where log p is -inf.
     drafted_id = jnp.where(drafted.token_id >= 0, drafted.token_id, jnp.int32(2**31 - 1))
     logprob = prefix.row.logprobs(drafted_id)
     values = _row_values(prefix.row, logprob, schedule, jnp.dtype(jnp.float32))
@@ -148,7 +148,7 @@ def log_weights_by_rule(
 
 
 def _rule_of(schedule: Schedule) -> Rule:
-    """Returns the rule of a call that has one of functions."""
+    """Returns the custom rule of a call that has one."""
     rule = schedule.options.custom_rule
     assert rule is not None
     return rule
@@ -157,7 +157,7 @@ def _rule_of(schedule: Schedule) -> Rule:
 def _row_values(row: SamplingRow, logprob: jax.Array, schedule: Schedule, dtype: Any) -> RowValues:
     """Returns the statistics of a target row that a rule names.
 
-    Its entropy and a token's rank take another pass over the row, by the program that asks.
+    Its entropy and a token's rank take another pass over the row, by the calling program.
     """
 
     def over_tiles(term: Callable[[jax.Array], jax.Array]) -> jax.Array:

@@ -1,10 +1,10 @@
-"""The bonus row of a large batch, which is read only where all drafted tokens are accepted.
+"""The bonus row of a large batch, read only if all drafted tokens are accepted.
 
 Block verification needs every row with a drafted token before it knows what it accepts. The row
-after the last one decides the next token alone, of the few requests that accept the whole draft.
-So `verify_reduce_kernel` leaves it out, and the programs of `block_residual_kernel`, which have no
-residual to read for such a request, reduce it instead. In a small batch all rows are read at about
-the same time: there it would come later and save nothing.
+after the last one decides only the next token, for the few requests that accept the whole draft.
+So `verify_reduce_kernel` skips it. The programs of `block_residual_kernel` have no residual to read
+for such a request, and reduce it instead. In a small batch all rows are read at about the same
+time: a later read would save nothing.
 """
 
 import jax
@@ -40,7 +40,7 @@ def reduce_bonus_row(
       arrays: the call's arrays.
       request: one that accepts its whole draft.
       partials: references to those of all rows.
-      first_tile: i32, the program's first tile; every `num_programs`-th after it is its own, too.
+      first_tile: i32, the program's first tile; it also owns every `num_programs`-th after it.
       num_programs: that share the row.
       tile: of target rows.
       schedule: of the launch.
@@ -66,7 +66,7 @@ def add_bonus_row(prefix: AcceptedPrefix, partials: Partials, schedule: Schedule
         tiles = load_tiles(partials, index, request.active)
         normalizer, is_valid = row_statistics(tiles, row.scale)
         log_sum = jnp.where(is_valid, normalizer.log_sum, jnp.nan)
-        # For a request that is not greedy this loads uninitialized memory, which nothing uses.
+        # If the request is not greedy, this loads uninitialized memory, which nothing uses.
         argmax = partials.tile_argmax[index, first_argmax(flush_subnormals(tiles.max))]
         return LogNormalizer(normalizer.shift, log_sum), argmax
 

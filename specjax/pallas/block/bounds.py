@@ -1,14 +1,13 @@
 """Bounds of Z, the mass of a prefix's residual, from the heaviest blocks of its target row.
 
 `block` explains Z and rho. The reduction stored the mass of every block of 128 tokens. The blocks
-are dealt into groups, and the heaviest block of each group is read, of the target row and of its
-draft row. With z the residual in these blocks, and P, Q the target's and the draft's mass in all
-others:
+are dealt into groups. The heaviest block of each group is read, in the target row and in its draft
+row. Let z be the residual in these blocks, and P, Q the masses of target and draft in all others:
 
     z + max(rho P - Q, 0) <= Z <= z + rho P        Q <= 1 - (the draft's mass in these blocks)
 
-That decides most prefixes: the other blocks of a language model's row weigh little. To read the
-heaviest of what is left, too, takes longer than the residuals that it saves.
+These bounds decide most prefixes: the other blocks of a language model's row weigh little. A second
+round over the rest would take longer than the residuals that it saves.
 
 References:
   Sun et al., 2024, arXiv:2403.10444.
@@ -41,7 +40,7 @@ def bound_open(
     is_own: jax.Array,
     schedule: Schedule,
 ) -> JudgedRequest:
-    """Returns a judged request whose open prefixes are bounded, from the longest down.
+    """Returns a judged request with its open prefixes bounded, from the longest down.
 
     Prefixes shorter than an accepted one are not bounded: the longest accepted prefix counts.
 
@@ -61,7 +60,7 @@ def bound_open(
     def bound(state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         status, j = state
         prefix, u = judged.prefix(arrays, j), reduce_where(judged.uniform, i == j)
-        # Bounds of a one-hot draft are Z already: no block says more.
+        # The bounds of a one-hot draft are Z itself: no block tightens them.
         assert prefix.drafted is not None
         bounded = cond_or(
             ~prefix.drafted.one_hot,
@@ -83,7 +82,7 @@ def _bound(
     partials: Partials,
     schedule: Schedule,
 ) -> jax.Array:
-    """Returns what the heaviest blocks say of an open prefix and its uniform: its status, i32."""
+    """Returns the status i32 of an open prefix by the bounds from its row's heaviest blocks."""
     log_rho = prefix.log_rho
     assert log_rho is not None
     masses, exp2 = _block_masses(arrays, prefix, partials, schedule), make_exp2(schedule.interpret)

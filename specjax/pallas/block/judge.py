@@ -1,4 +1,4 @@
-"""A request judged: rho of its prefixes, their uniforms, and which residuals must be read.
+"""Judges a request: rho of its prefixes, their uniforms, and the residuals to read.
 
 A prefix of j drafted tokens is accepted if its uniform is below h_j = Z_j / (Z_j + 1 - rho_j)
 (`block`). Z_j sums the residual max(rho_j p_j - q_j, 0) over a row. p and q of the next drafted
@@ -41,13 +41,13 @@ __all__ = ["JudgedRequest", "judge_request", "needs_residual"]
 
 
 class JudgedRequest(NamedTuple):
-    """What decides the accepted prefix of a request; arrays [N] of its prefixes and rows.
+    """The tests of a request's prefixes; arrays [N] over its prefixes and rows.
 
     Attributes:
       request: its scalars.
       is_block: bool[], whether a prefix is accepted as a whole: the request is not greedy, and a
         draft was sampled. Other requests are verified token by token.
-      num_accepted: i32[], accepted tokens; -1 where the statuses tell.
+      num_accepted: i32[], accepted tokens; -1 if the statuses decide.
       log_rho: f32, of the prefix of i tokens.
       uniform: f32 or f64, of that prefix; arbitrary at the empty one.
       status: i32, `REJECTED`, `OPEN` or `ACCEPTED`; all rejected where no residual is needed.
@@ -96,7 +96,7 @@ class JudgedRequest(NamedTuple):
 def judge_request(
     arrays: VerifyArrays, request: RequestScalars, partials: Partials, schedule: Schedule
 ) -> JudgedRequest:
-    """Judges a request by the partials of its target rows, which it reads."""
+    """Returns a request judged by the partials of its target rows."""
     i = jax.lax.iota(jnp.int32, next_power_of_2(schedule.rows_per_request))
     result = evaluate_acceptance(arrays, request, i, partials, schedule)
     drafted = result.drafted
@@ -106,14 +106,14 @@ def judge_request(
     is_block = (jnp.sum(is_sampled, dtype=jnp.int32) > 0) & ~request.temperature.greedy
     is_distribution = jnp.isfinite(result.normalizer.log_sum)
     end = jnp.int32(schedule.max_draft_tokens)
-    # The longest prefix that may be accepted: it ends at the first row that is no distribution.
+    # The longest prefix that may be accepted ends at the first row that is not a distribution.
     length = jnp.min(jnp.where(has_draft & is_distribution, end, i))
     log_rho = _log_rhos(log_ratio(result.logprobs, drafted.logprob), i, schedule)
     # The uniform of a prefix is its last token's.
     at = request.address(arrays, i - 1, Stream.accept(i - 1), schedule)
     u = uniform(at, jnp.zeros_like(i, jnp.uint32), schedule.noise_dtype, schedule.threefry)
     is_below_rho = (i == 0) | (jnp.log(u) < log_rho.astype(u.dtype))
-    # The longest one needs no residual: it is accepted where u < rho.
+    # The longest prefix needs no residual: it is accepted if u < rho.
     is_whole = jnp.sum((is_below_rho & (i == length)).astype(jnp.int32), dtype=jnp.int32) > 0
     is_end = ~result.accepted & (i <= request.num_draft_tokens)
     num_by_token = jnp.min(jnp.where(is_end, i, jnp.int32(schedule.rows_per_request)))
@@ -127,7 +127,7 @@ def judge_request(
 
 
 def _log_rhos(ratios: jax.Array, i: jax.Array, schedule: Schedule) -> jax.Array:
-    # Added in the order of plain JAX: a cumulative sum would round otherwise.
+    # Added in the order of plain JAX: a cumulative sum would round differently.
     token_ratios = [
         jnp.sum(jnp.where(i == n, ratios, 0.0)) for n in range(schedule.max_draft_tokens)
     ]

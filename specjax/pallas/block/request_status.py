@@ -1,4 +1,4 @@
-"""Judged requests in memory: what one launch of block verification leaves to the next."""
+"""Judged requests in memory, between two launches of block verification."""
 
 from typing import Any, NamedTuple
 
@@ -20,18 +20,18 @@ __all__ = ["JudgedArrays", "judged_shape", "load_prefix", "load_status", "store_
 
 
 class JudgedArrays(NamedTuple):
-    """Requests [B] and what decides the lengths of their accepted prefixes.
+    """Requests [B], and the tests that decide the lengths of their accepted prefixes.
 
     Attributes:
-      num_accepted: i32, accepted tokens; -1 where the statuses tell, with residuals of open ones.
+      num_accepted: i32, accepted tokens; -1 if the statuses decide, with the open residuals.
       is_block: i32, 1 if a prefix is accepted as a whole, 0 where a request is verified token by
         token.
       status: i32[B, K], `REJECTED`, `OPEN` or `ACCEPTED` of the prefix of j < K tokens; all
         rejected where no residual is needed.
       log_rho: f32[B, K], of these prefixes.
       uniform: f32[B, K] or f64, of these prefixes.
-      shift: f32[B, K + 1], of each target row's normalizer. In a large batch what stands here of
-        the bonus row is no result: `bonus_row` loads that.
+      shift: f32[B, K + 1], of each target row's normalizer. In a large batch the bonus row's
+        entry is not valid: `bonus_row` loads its statistics.
       log_sum: f32[B, K + 1], of the normalizer; NaN where the row is not a distribution.
       logprobs: f32[B, K + 1], log p of the drafted tokens.
       argmax: i32[B, K + 1], of the rows, where the request is greedy.
@@ -66,7 +66,7 @@ def judged_shape(schedule: Schedule) -> JudgedArrays:
 
 
 def store_judged(judged: JudgedRequest, out: JudgedArrays, is_own: jax.Array) -> None:
-    """Stores a judged request; of its prefixes and rows those of `is_own`, bool[N]."""
+    """Stores a judged request: its scalars, and prefixes and rows where `is_own`, bool[N]."""
     b, result = judged.request.b, judged.result
     out.num_accepted[b] = judged.num_accepted
     out.is_block[b] = judged.is_block.astype(jnp.int32)

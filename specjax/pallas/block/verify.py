@@ -1,14 +1,14 @@
-"""The launches of block verification: rows are judged, residuals summed, tokens drawn.
+"""The launches of block verification: judge rows, sum residuals, draw tokens.
 
-    verify_reduce_kernel      partials of target rows; in a large batch not of bonus rows
+    verify_reduce_kernel      partials of target rows, in a large batch without bonus rows
     block_judge_kernel        which prefixes may be accepted
     block_residual_kernel     residuals max(rho_j p_j - q_j, 0) of those, summed by blocks; in a
                               large batch partials of the bonus rows that decide
     verify_draw_kernel        the longest accepted prefix, and the draw after it
 
-`block` explains the symbols. Most prefixes are decided by bounds of Z_j before their residual is
-read. So a request has hardly more than one residual to read: that of its accepted prefix, from
-which the next token is drawn.
+`block` explains the symbols. Bounds of Z_j decide most prefixes before their residual is read. So
+most requests have one residual to read: that of the accepted prefix, from which the next token is
+drawn.
 
 References:
   Sun et al., 2024, arXiv:2403.10444.
@@ -144,15 +144,15 @@ def block_judge_kernel(
 
     Formula: Z_j is bounded by p and q of the next drafted token (`judge`), in a large batch also by
     the heaviest blocks (`bounds`). Where u_j lies between the bounds of h_j, prefix j stays open.
-    Grid: with B <= 16 B programs of 1 warp; one owns a request. With more B * P programs of 8
-    warps, P = 256 / B, at least 1 and at most K; one owns every P-th prefix of a request, which
-    each of the P judges.
+    Grid: with B <= 16, B programs of 1 warp; one owns a request. With more, B * P programs of 8
+    warps, P = 256 / B, at least 1 and at most K. Each of the P judges its request, and owns every
+    P-th prefix of it.
     Bytes per program: the (m, l) of all tiles of its rows. In a large batch an open prefix adds
     V / 128 * 8 of its row's blocks, and 8192 * itemsize of the heaviest (`bounds`).
     Why a launch of its own: otherwise each program of the next launch, one per tile, would judge
     all rows of its request. The last program of a request's rows could judge it, but its registers
     would leave room for half as many programs that read. Why a small batch has no bounds by
-    blocks: a round takes longer than the reading that it saves.
+    blocks: a round takes longer than the reads that it saves.
     Memory order: it begins to load after `verify_reduce_kernel` has ended. With B <= 16 it triggers
     the next launch on Hopper (PDL) at once: its own programs are few, and all are resident.
     Reference: Sun et al., 2024, arXiv:2403.10444.
@@ -177,15 +177,15 @@ def block_residual_kernel(
     row_tile: Tile,
     triggers: bool,
 ) -> None:
-    """Writes log sum max(rho_j p_j - q_j, 0) of the blocks of a tile, for the prefixes to be read.
+    """Writes log sum max(rho_j p_j - q_j, 0) of the blocks of a tile, for the prefixes to read.
 
     Grid: B * tiles programs of 8 warps; one owns a tile of the rows of its request. With B <= 16
     K * B * tiles programs of 4 or 8 warps; one owns a tile of the rows of one prefix.
     Bytes per request: 2 V * itemsize read and V / 128 * 4 written for the longest accepted prefix
     and for each longer one that is open. If all drafts are accepted, in a large batch V * itemsize
     of the bonus row (`bonus_row`), in a small one scalars alone.
-    Why all prefixes by one program: most requests have one to read, and a program that finds
-    nothing to do costs its start. In a small batch they are read side by side.
+    Why all prefixes by one program: most requests have one to read, and a program without work
+    still costs its start. In a small batch the prefixes are read in parallel.
     Memory order: it begins to load after `block_judge_kernel` has ended. With B <= 16 it triggers
     the next launch on Hopper (PDL) at once. In a large batch the waiting programs of that launch
     would be spread unevenly over the multiprocessors. The stores to partials of bonus rows, which
@@ -198,7 +198,7 @@ def block_residual_kernel(
     if triggers and not schedule.interpret:
         program = launch_dependents(program)
     index, tile_index = divmod_i32(program, num_tiles)
-    # In a large batch the prefix index is 0, and is not used: a program serves all prefixes.
+    # In a large batch the prefix index is 0 and unused: a program serves all prefixes.
     prefix_index, b = divmod_i32(index, schedule.num_requests)
     i = jax.lax.iota(jnp.int32, next_power_of_2(k))
     reads = needs_residual(load_status(judged, b, i), i)
@@ -210,7 +210,7 @@ def block_residual_kernel(
         _store_masses(arrays, prefix, partials, tile_index, out.log_masses, schedule)
 
     if schedule.is_small:
-        # The prefix is loaded before it is known whether its residual is read.
+        # Loaded early, so that the load does not wait for `is_needed`.
         prefix = prefix_of(prefix_index)
         is_needed = reduce_where(reads.astype(jnp.int32), i == prefix_index) > 0
         pl.when(is_needed)(lambda: store_masses(prefix))
@@ -247,10 +247,9 @@ def _store_masses(
     assert drafted is not None
     assert log_rho is not None
     b, n = prefix.request.b, prefix.num_accepted
-    block = tile_index * schedule.tile.num_blocks + jax.lax.iota(
-        jnp.int32, schedule.tile.num_blocks
-    )
-    # The read stands in no branch: a second path through it would take twice the registers.
+    num_blocks = schedule.tile.num_blocks
+    block = tile_index * num_blocks + jax.lax.iota(jnp.int32, num_blocks)
+    # Read outside of a branch: a second path through it would take twice the registers.
     sampled_log_masses = jnp.log(reduce_masses(arrays, prefix, tile_index, schedule))
 
     def exclude_draft() -> jax.Array:
@@ -263,7 +262,7 @@ def _store_masses(
         rest = jnp.sum(jnp.where(token_id == drafted.token_id, 0, probs))
         return jnp.log(jnp.where(block == drafted_block, rest, masses)) + log_rho
 
-    # A one-hot draft, or a draft row that is no distribution, leaves rho p without the token.
+    # With a one-hot draft, or a draft row that is not a distribution: rho p without the token.
     log_masses = jax.lax.cond(drafted.one_hot, exclude_draft, lambda: sampled_log_masses)
     plgpu.store(out.at[b * schedule.max_draft_tokens + n, block], log_masses)
 
@@ -271,7 +270,7 @@ def _store_masses(
 def _load_accepted(
     arrays: VerifyArrays, rows: _BlockRows, b: jax.Array, schedule: Schedule
 ) -> AcceptedPrefix:
-    """Returns the accepted prefix of request b; if one is open, its summed residual decides."""
+    """Returns the accepted prefix of request b; the summed residuals decide open prefixes."""
     judged, num_accepted = rows.judged, rows.judged.num_accepted[b]
     num_accepted = cond_or(
         num_accepted < 0, lambda: _find_longest(judged, rows.log_masses, b, schedule), num_accepted
@@ -283,7 +282,7 @@ def _load_accepted(
 def _find_longest(
     judged: JudgedArrays, log_masses: Any, b: jax.Array, schedule: Schedule
 ) -> jax.Array:
-    """Returns the longest accepted prefix, i32: open ones are tested by Z, the longest first."""
+    """Returns the length i32 of the longest accepted prefix; Z decides the open ones."""
     k = schedule.max_draft_tokens
     i = jax.lax.iota(jnp.int32, next_power_of_2(k))
     status = load_status(judged, b, i)

@@ -1,13 +1,13 @@
 """Sub-blocks of 32 tokens, and the lower bound of a row's cutoff that follows from them.
 
-The first launch of `logit_cutoff` leaves two numbers of every sub-block i: its largest logit m_i
-and its sum of exponentials l_i. From those alone, for any threshold t,
+The first launch of `logit_cutoff` stores two numbers of every sub-block i: its largest logit m_i
+and its sum of exponentials l_i. They bound, for any threshold t,
 
     number of logits >= t   is at least   #{i : m_i >= t}
     mass of logits >= t     is at least   sum over {i : m_i >= t} of max(w_i, w_i l_i - 31 w(t))
 
-with w(x) = exp((x - anchor) * scale), w_i = w(m_i) and anchor the row's largest logit. A threshold
-with k logits, or with the required mass, by these bounds lies at or below the cutoff: logits below
+with w(x) = exp((x - anchor) * scale), w_i = w(m_i) and anchor the row's largest logit. If these
+bounds give a threshold k logits, or the required mass, it lies at or below the cutoff. Logits below
 it never matter.
 Axes: `R` rows, `V` vocabulary, `N` sub-blocks.
 """
@@ -65,7 +65,7 @@ class CutoffRows(NamedTuple):
 
 
 class RowSummary(NamedTuple):
-    """What is known of a row before its cutoff is searched; scalars but for `sub_blocks`.
+    """Statistics of a row before its cutoff is searched; scalars except `sub_blocks`.
 
     Attributes:
       filters: those of the row.
@@ -176,14 +176,14 @@ def bound_cutoff(row: RowSummary, interpret: bool) -> jax.Array:
     """Returns a logit f32 at or below the cutoff; -inf where no bound is known."""
     filters, low = row.filters, row.anchor
     if filters.min_p is not None:
-        # The slack keeps the bound below the comparison that decides, which rounds differently.
+        # The slack keeps the bound below the deciding comparison, which rounds differently.
         threshold = min_p_threshold(filters.min_p) - jnp.float32(BOUND_SLACK)
         low = row.anchor + threshold / row.scale
     else:
         low = jnp.minimum(row.anchor, -jnp.inf)  # -inf, as a computed value
     uses_mass = row.cuts_p
     if row.cuts_k is not None and filters.top_k is not None:
-        # Top-p is a share of what top-k keeps: where top-k cuts, the count alone bounds.
+        # Top-p is a share of the mass that top-k keeps: where top-k cuts, the count alone bounds.
         uses_mass = None if row.cuts_p is None else row.cuts_p & ~row.cuts_k
         target, largest = filters.top_k.astype(jnp.float32), row.sub_blocks.max
         low = cond_or(
@@ -209,8 +209,8 @@ def bound_cutoff(row: RowSummary, interpret: bool) -> jax.Array:
 def _bound_by_remainder(row: RowSummary, top_p: jax.Array) -> jax.Array:
     """Returns a logit below which less than 1 - top_p of the mass can lie, f32.
 
-    Even if all V logits lay just below t, they would weigh V w(t). With w(t) = (1 - p) mass / V
-    that is what top-p may drop. The bound is loose, but there is one for every row.
+    If all V logits lay just below t, they would weigh V w(t). With w(t) = (1 - p) mass / V that
+    is the mass that top-p may drop. The bound is loose, but exists for every row.
     """
     num_logits = jnp.float32(row.sub_blocks.max.shape[0] * SUB_BLOCK)
     share = (jnp.float32(1) - jnp.maximum(top_p, jnp.float32(0))) * jnp.float32(1 - BOUND_SLACK)
@@ -246,7 +246,7 @@ def _bisect_distance(
         jnp.int32(0), jnp.int32(_NUM_HALVINGS), bisect, (near_key, farthest_key)
     )
     low = row.anchor - key_value(far_key)
-    # The far end that a halving moved was tested there.
+    # A halving sets the far end only where the test holds, so it is a valid bound.
     is_tested = far_key != farthest_key
     is_bound = cond_or(~is_tested, lambda: lower_bound(low) >= target, is_tested)
     return jnp.where(is_bound, low, -jnp.inf)

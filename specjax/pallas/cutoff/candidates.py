@@ -40,14 +40,14 @@ class CandidateBuffer(NamedTuple):
 
 
 class SubBlockKinds(NamedTuple):
-    """Which sub-blocks of a row reach a bound; the others hold no candidate.
+    """The sub-blocks of a row that reach a bound; others hold no candidate.
 
     Attributes:
       low: f32, the bound; -inf reaches none.
       holds_one: bool[N], whether the largest logit is the only candidate.
       holds_several: bool[N], whether there may be several.
-      num_before: i32[N] twice, how many sub-blocks before each hold one, and several.
-      num: i32 twice, how many sub-blocks hold one, and several.
+      num_before: two i32[N], the numbers of earlier sub-blocks that hold one, and several.
+      num: two i32, the numbers of sub-blocks that hold one, and several.
     """
 
     low: jax.Array
@@ -81,7 +81,7 @@ def compact_candidates(
 ) -> jax.Array:
     """Stores the logits of row b that reach the bound, and returns their number, i32.
 
-    Where the number exceeds the buffer, only as many are stored as fit.
+    If the number exceeds the buffer, only those that fit are stored.
 
     Args:
       rows: all rows.
@@ -126,10 +126,10 @@ def _compact_chunk(
     chunk_index: jax.Array,
     total: jax.Array,
 ) -> jax.Array:
-    """Reads one chunk of the sub-blocks to read again, and stores their candidates from `total` on.
+    """Reads one chunk of the sub-blocks to reread, and stores their candidates from `total` on.
 
     Returns:
-      The number of candidates stored so far: `total` and those of this chunk.
+      The number of candidates stored so far: `total` plus those of this chunk.
     """
     vocab_size, max_candidates = rows.logits.shape[1], buffer.values.shape[1]
     slot = chunk_index * chunk_size + jax.lax.iota(jnp.int32, chunk_size)

@@ -1,7 +1,7 @@
 """Searches of a cutoff among logits held in registers, or read from memory in each pass.
 
 In registers a query costs little, and a search halves its bracket. A pass over logits in memory
-reads them again, so it answers for several pivots at once:
+reads them again, so it compares with several pivots at once:
 
     mass above each of P pivots = sum over chunks x of (x[None] >= pivots[:, None]) weight(x)[None]
 
@@ -40,17 +40,17 @@ __all__ = [
     "split_steps",
 ]
 
-# Merges what the queries on parts of a row gave, f32[parts, P] to f32[P].
+# Merges the results of queries on parts of a row, f32[parts, P] to f32[P].
 Merge = Callable[[jax.Array], jax.Array]
 # Called as exchange(slot, ask, merge). The query `ask(first, end)` returns f32[P] of the steps
 # `first` to `end` - 1. The exchange runs it on every part of the row, and returns the merged result
 # of the whole row, f32[P]. Programs of a team store their results in slot i32[] of its memory.
 Exchange = Callable[[jax.Array, Callable[[jax.Array, jax.Array], jax.Array], Merge], jax.Array]
 
-# Columns of a warp, one to a thread, of which P sums stay in registers: logits are laid out as they
-# are loaded, and nothing passes through shared memory.
+# Columns of a warp, one per thread. A thread holds P sums of its column in registers. Logits keep
+# the layout of their load, and nothing passes through shared memory.
 _COLUMNS_PER_WARP = 32
-# Chunks that are read at once for the smallest kept logit.
+# Chunks read at once for the smallest kept logit.
 _NUM_MIN_CHUNKS = 4
 
 
@@ -83,8 +83,8 @@ class MemoryRow(NamedTuple):
         column = jax.lax.iota(jnp.int32, self.num_columns)
         starts = range(0, self.step_size, self.num_columns)
         indices = [step * self.step_size + (start + column) for start in starts]
-        # Past the end the last logit is read, instead of nothing: a load under a mask holds one of
-        # a thread's seven predicates, so that only six loads would be in flight.
+        # Past the end the last logit is read. A masked load would hold one of a thread's seven
+        # predicates, and only six loads would be in flight.
         last = self.num_logits - 1
         loaded = [
             plgpu.load(self.values.at[self.row_index, jnp.minimum(index, last)])
@@ -97,9 +97,9 @@ class MemoryRow(NamedTuple):
 
 
 def split_steps(num_logits: int, tile: Tile) -> tuple[int, int, int]:
-    """Returns W, the chunks of a step, and the steps in which a program reads logits.
+    """Returns W, the chunks of a step, and the number of steps in which a program reads logits.
 
-    A step has at most a tile's logits, and the steps are equal.
+    The steps are equal, and a step has at most a tile's logits.
     """
     num_columns = min(tile.size, _COLUMNS_PER_WARP * tile.num_warps)
     num_chunks = -(-num_logits // num_columns)
@@ -134,7 +134,7 @@ def search_in_memory(
       memory: where the logits are.
       row: its summary.
       low: f32, a lower bound of the cutoff.
-      exchange: asks each part of the row, and merges the answers.
+      exchange: runs a query on each part of the row, and merges the results.
       config: how many pivots a pass has.
       interpret: whether the kernel runs in Pallas' interpreter.
     """

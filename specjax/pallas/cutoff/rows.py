@@ -18,25 +18,24 @@ here nearly all logits are excluded first, and a search runs over the rest.
 
 1. reduce: every program reduces a tile of a row to the largest logit m_i and the sum of
    exponentials l_i of each sub-block (`bound.store_sub_blocks`).
-2. bound: from (m_i, l_i) alone follows a logit `low` that the cutoff is not below
-   (`bound.bound_cutoff`).
+2. bound: (m_i, l_i) alone give a lower bound `low` of the cutoff (`bound.bound_cutoff`).
 3. compact: the logits at or above `low` are gathered. Most sub-blocks have none. Where one has
    exactly one by (m_i, l_i), it is m_i. The others are read again
    (`candidates.compact_candidates`).
-4. search: among the candidates (`core.truncation.search_cutoff`). At most 2048 candidates lie in
-   registers, and a bisection finds the cutoff, alternately at the middle value and at the middle
-   bit pattern of the bracket. At most min(V / 4, 32768) lie in the buffer, which a search reads
-   again for every P pivots.
+4. search: among the candidates (`core.truncation.search_cutoff`). Up to 2048 candidates lie in
+   registers, and a bisection finds the cutoff. It alternates between the middle value and the
+   middle bit pattern of the bracket. Up to min(V / 4, 32768) candidates lie in the buffer, which
+   a search reads again for every P pivots.
 
-A row is wide where more than `KernelConfig.max_reread` sub-blocks would have to be read again, or
-no bound is known: thousands of tokens are kept. Phase 3 is left out, and the programs of the row
-search it together (`team`). All S programs of a row therefore compute its bound, on
-multiprocessors that would idle; of a row that is not wide, all but program 0 then end. A row with
-more candidates than the buffer holds is searched by program 0 alone.
+A row is wide if more than `KernelConfig.max_reread` sub-blocks would have to be read again, or if
+no bound is known. Thousands of its tokens are kept. A wide row skips phase 3, and its programs
+search it together (`team`). Therefore all S programs of a row compute its bound, on multiprocessors
+that would idle. If the row is not wide, all but program 0 then end. A row with more candidates than
+the buffer holds is searched by program 0 alone.
 
 The two bisections differ. Phase 2 bisects the distance from the row's largest logit, seven times,
-and leaves a bound. Phase 4 searches the logits themselves. It runs for top-k first, from `low`; the
-threshold that it finds is the lower end of the search for top-p.
+for a bound. Phase 4 searches the logits themselves. It runs for top-k first, from `low`. The
+threshold of top-k is then the lower end of the search for top-p.
 
 Axes: `R` rows, `V` vocabulary, `S` programs per row, `P` pivots.
 """
@@ -112,7 +111,7 @@ def cutoff_rows(
     Args:
       logits: [R, V], bf16, f16 or f32.
       temperature: f32[R].
-      filters: what to keep of each.
+      filters: of each row.
       implementation: whose kernels run.
 
     Returns:
@@ -129,7 +128,7 @@ def cutoff_rows(
         num_warps=tile.num_warps,
         interpret=interpret,
     )
-    # A row with more candidates than a quarter of its logits is searched itself.
+    # If more than a quarter of a row's logits are candidates, the row itself is searched.
     values = output((num_rows, min(-(-vocab_size // 4), config.num_buffered_logits)))
     buffer = CandidateBuffer(output(reduced.sub_blocks.max.shape, jnp.int32), values)
     counters, sums = counters_shape(num_rows), sums_shape(num_rows, config)
@@ -193,7 +192,7 @@ def cutoff_search_kernel(
     """
     member, b = divmod_i32(pl.program_id(0), operands.rows.logits.shape[0])
     is_first = member == 0
-    # Loaded before it is known whether a filter cuts the row.
+    # Loaded early, so that the loads do not wait for the filters.
     partials = load_sub_blocks(operands.sub_blocks, b)
     active = any_filter_active(operands.rows, b)
 
@@ -218,7 +217,7 @@ def _search_row(
     config: KernelConfig,
     interpret: bool,
 ) -> None:
-    """Writes the cutoff of row b, which some filter cuts if it is a distribution."""
+    """Writes the cutoff of row b; some filter cuts the row if it is a distribution."""
     num_rows = rows.logits.shape[0]
     num_programs = config.search_programs(num_rows)
     low, buffer = bound_cutoff(row, interpret), out.buffer

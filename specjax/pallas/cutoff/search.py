@@ -54,7 +54,7 @@ def search_candidates(
     def ask_whole(_: jax.Array, ask: Callable[..., jax.Array], __: Merge) -> jax.Array:
         return ask(jnp.int32(0), num_steps)
 
-    # One branch for each place of the candidates: registers answer in a fifth of the time.
+    # One branch for each place of the candidates: a query in registers takes a fifth of the time.
     fits, no_cutoff = count <= num_register_logits, jnp.minimum(low, -jnp.inf)
     queries = register_queries(x, row, interpret)
     bounds = RowBounds(row.anchor, row.mass, row.cuts_k, row.cuts_p, low)

@@ -1,26 +1,26 @@
 """A team: the programs of a row that run at the same time, and search its cutoff together.
 
 A search that reads a row of 131072 logits several times takes one program tens of microseconds. So
-the search launch has several programs per row. Those that find the row to need such a search join
+the search launch has several programs per row. The programs of a row that needs such a search form
 its team. A team divides the row into shares of equal size. In each pass a member stores the sums
-of its shares, waits for the others, and adds up the sums of all shares in one order. So all members
-know the same bits, and take the same decisions; none has to be told.
+of its shares and waits for the other members. It then adds up the sums of all shares in one order.
+So all members have the same bits, and take the same decisions without a message.
 
     member 0   shares 0, 4, 8, 12  --store--+                 +--> sums of 16 shares, next pivots
     member 1   shares 1, 5, 9, 13  --store--+-- all arrived --+--> the same
     member 2   shares 2, 6, 10, 14 --store--+                 +--> the same
     member 3   shares 3, 7, 11, 15 --store--+                 +--> the same
 
-Who waits, and why none waits in vain. A program joins when it runs, and a team is closed before
-its first pass: once all programs of the row have joined, or after a number of polls without the
-missing ones. A program that comes later ends. So a member waits for programs alone that run and
-wait for nothing but each other; it never waits for one that has not started. The result depends on
-neither the number of members nor their order: every member would compute the same sum of a share.
+Why no member waits forever. A program joins when it runs. The team is closed before its first pass:
+once all programs of the row have joined, or after a fixed number of polls. A program that comes
+later ends. So members wait only for running programs, which wait only for each other; none waits
+for a program that has not started. The result depends on neither the number of members nor their
+order: every member would compute the same sum of a share.
 
 Memory order: an arrival is an atomic addition with acquire-release order at GPU scope, after a
 barrier of the program's threads (`launch.is_last_arrival`). A member reads the sums after an
-addition that read the last arrival. Sums of consecutive passes are stored in two places in turn:
-a member stores to a place again only after all have arrived once more, that is, have read it.
+addition that read the last arrival. Sums of consecutive passes go to two places in turn. A member
+stores to a place again only after all members have arrived once more, and so have read it.
 
 Reference: Xiao and Feng, 2010, IPDPS (barriers between the programs of a launch).
 """
@@ -57,11 +57,11 @@ _MAX_POLLS = 16
 
 
 class Team(NamedTuple):
-    """What a program knows of the team of its row.
+    """The team of a row, as one of its programs sees it.
 
     Attributes:
-      rank: i32, which of the members the program is; `size` or more for none.
-      size: i32, how many members there are.
+      rank: i32, the program's index among the members; `size` or more if it is no member.
+      size: i32, the number of members.
     """
 
     rank: jax.Array
@@ -83,7 +83,7 @@ class Counters(NamedTuple):
 
 
 class TeamMemory(NamedTuple):
-    """References to what the members of a row's team share.
+    """References to the memory that the members of a row's team share.
 
     Attributes:
       counters: of all rows.
@@ -128,7 +128,7 @@ def form_team(counters: Counters, b: jax.Array, num_programs: int) -> Team:
 
     def close_team() -> jax.Array:
         before = plgpu.atomic_add(counters.joined, (b,), jnp.int32(_CLOSED))
-        # The first to close the team tells its size; others add nothing to that.
+        # The first addition closes the team and fixes its size; later ones do not change it.
         size = jnp.where(before < _CLOSED, before, 0)
         known = jnp.maximum(plgpu.atomic_max(counters.size, (b,), size), size)
         return jax.lax.while_loop(
@@ -146,7 +146,7 @@ def _read(counter: Any, b: jax.Array, seen: jax.Array) -> jax.Array:
     Args:
       counter: a reference i32[R].
       b: the row.
-      seen: i32, at most what is counted.
+      seen: i32, a lower bound of the counter.
     """
     return plgpu.atomic_max(counter, (b,), seen)
 
@@ -160,15 +160,15 @@ def reduce_shares(
     merge: Callable[[jax.Array], jax.Array],
     interpret: bool,
 ) -> jax.Array:
-    """Returns the merged answers f32[P] of all shares, of which every member asks its own.
+    """Returns the merged results f32[P] of a query on all shares; a member runs it on its own.
 
     Args:
       team: of row b.
       memory: of all teams.
       b: the row.
-      slot: i32, where the answers are stored.
-      ask: function of a share's index i32; f32[P].
-      merge: of answers f32[NUM_SHARES, P].
+      slot: i32, where the results are stored.
+      ask: the query, a function of a share's index i32; returns f32[P].
+      merge: of results f32[NUM_SHARES, P].
       interpret: whether the kernel runs in Pallas' interpreter.
     """
     counters, sums = memory
@@ -186,12 +186,12 @@ def reduce_shares(
 
 
 def _wait_for_all(counters: Counters, b: jax.Array, team: Team, interpret: bool) -> None:
-    """Returns once all members have arrived; what they stored before is visible."""
+    """Waits until all members have arrived; their earlier stores are then visible."""
     if not interpret:
         plgpu.debug_barrier()
     # 1 as a computed value: the interpreter takes no literal inside a loop.
     before = plgpu.atomic_add(counters.arrived, (b,), jnp.minimum(team.size, 1))
-    # None arrives twice before all have arrived once.
+    # A member's n-th arrival follows all (n-1)-th arrivals.
     wanted = (jax.lax.div(before, team.size) + 1) * team.size
     jax.lax.while_loop(
         lambda seen: seen < wanted, lambda seen: _read(counters.arrived, b, seen), before + 1

@@ -1,8 +1,8 @@
-"""What a device proposes as a request's next token, as numbers that travel, and the choice.
+"""Proposals of devices for a request's next token, as numbers to exchange, and the choice.
 
-Every device proposes the request's result as if its own token were the next one. Devices agree on
-all but that token: the one that scores best is right. Where no device has mass above `least`, the
-other tokens compete, which are drawn from the target's row as it is.
+Every device proposes the request's result as if its own token were the next one. The proposals
+differ in that token alone, and the best score wins. If the total mass is at most `min_mass`, the
+fallback tokens, drawn from the target's row p, compete instead.
 """
 
 from typing import Any, NamedTuple
@@ -39,16 +39,17 @@ from specjax.types import Verification
 __all__ = ["choose", "proposal_shape", "store_proposal"]
 
 # The first columns of a proposal; its tokens and their log-probabilities follow.
-_ACCEPTED, _EMITTED, _MASS, _MIN_MASS, _SCORE, _OTHER_SCORE, _OTHER_TOKEN, _OTHER_LOGPROB = range(8)
+_ACCEPTED, _EMITTED, _MASS, _MIN_MASS, _SCORE = range(5)
+_FALLBACK_SCORE, _FALLBACK_TOKEN, _FALLBACK_LOGPROB = range(5, 8)
 _NUM_SCALARS = 8
 
 
 class _Candidate(NamedTuple):
-    """A device's token f32[] or i32[], its mass, and the token in case that no device has any."""
+    """A device's draw, its mass, and the fallback draw for the case that no device has mass."""
 
     draw: Draw
     mass: jax.Array
-    other: Draw
+    fallback: Draw
 
 
 def proposal_shape(schedule: Schedule) -> Any:
@@ -64,7 +65,7 @@ def store_proposal(
     out: Any,
     schedule: Schedule,
 ) -> None:
-    """Stores what this device proposes for a request.
+    """Stores this device's proposal for a request.
 
     Args:
       arrays: the call's arrays.
@@ -83,7 +84,7 @@ def store_proposal(
         _Candidate(none, jnp.float32(0), none),
     )
     score = jnp.where(is_random, candidate.draw.score, jnp.float32(0))
-    # What no draw decides is the same on every device, or stands on the one that has the token.
+    # Without a draw the token is the same on every device, or only the device that has it scores.
     is_decided = ~is_random
     if arrays.bonus_token_ids is not None:
         is_given = has_given_bonus(arrays, prefix, schedule)
@@ -92,16 +93,16 @@ def store_proposal(
         score = jnp.where(is_given, jnp.where(is_here, jnp.float32(0), nothing), score)
         is_decided |= is_given
     result = verification_of(arrays, prefix, lambda: candidate.draw, schedule)
-    other = candidate.other
+    fallback = candidate.fallback
     scalars = {
         _ACCEPTED: result.num_accepted,
         _EMITTED: result.num_emitted,
         _MASS: jnp.where(is_decided, jnp.float32(1), candidate.mass),
         _MIN_MASS: jnp.where(is_decided, jnp.float32(0), _min_mass(prefix)),
         _SCORE: score,
-        _OTHER_SCORE: other.score,
-        _OTHER_TOKEN: other.token,
-        _OTHER_LOGPROB: token_logprobs(other.logit, prefix.row.normalizer, prefix.row.scale),
+        _FALLBACK_SCORE: fallback.score,
+        _FALLBACK_TOKEN: fallback.token,
+        _FALLBACK_LOGPROB: token_logprobs(fallback.logit, prefix.row.normalizer, prefix.row.scale),
     }
     for column, value in scalars.items():
         out[b, jnp.int32(column)] = _as_i32(value)
@@ -171,7 +172,7 @@ def _propose(
 
 
 def _min_mass(prefix: AcceptedPrefix) -> jax.Array:
-    """Returns the mass of all devices that is no mass."""
+    """Returns the total mass of all devices up to which a residual counts as empty."""
     return jnp.where(prefix.from_residual, jnp.float32(MIN_RESIDUAL_MASS), jnp.float32(0))
 
 
@@ -180,7 +181,7 @@ def choose(gathered: jax.Array, schedule: Schedule) -> Verification:
     numbers = jax.lax.bitcast_convert_type(gathered, jnp.float32)
     mass = jnp.sum(numbers[:, :, _MASS], axis=0)
     has_mass = mass > numbers[0, :, _MIN_MASS]
-    scores = jnp.where(has_mass[None], numbers[:, :, _SCORE], numbers[:, :, _OTHER_SCORE])
+    scores = jnp.where(has_mass[None], numbers[:, :, _SCORE], numbers[:, :, _FALLBACK_SCORE])
     best, score = gathered[0], scores[0]
     # A loop over few devices, so that it is one kernel. Ties go to the lowest token.
     for device in range(1, gathered.shape[0]):
@@ -191,10 +192,10 @@ def choose(gathered: jax.Array, schedule: Schedule) -> Verification:
     tokens, logprobs = best[:, _NUM_SCALARS:][:, :num_rows], best[:, _NUM_SCALARS + num_rows :]
     num_accepted = best[:, _ACCEPTED]
     is_next = jnp.arange(num_rows)[None] == num_accepted[:, None]
-    is_other = ~has_mass[:, None] & is_next
-    logprobs = jnp.where(is_other, best[:, _OTHER_LOGPROB, None], logprobs)
+    is_fallback = ~has_mass[:, None] & is_next
+    logprobs = jnp.where(is_fallback, best[:, _FALLBACK_LOGPROB, None], logprobs)
     return Verification(
-        token_ids=jnp.where(is_other, best[:, _OTHER_TOKEN, None], tokens),
+        token_ids=jnp.where(is_fallback, best[:, _FALLBACK_TOKEN, None], tokens),
         num_accepted=num_accepted,
         num_emitted=best[:, _EMITTED],
         logprobs=jax.lax.bitcast_convert_type(logprobs, jnp.float32),

@@ -4,7 +4,7 @@ A device draws from its own tokens. That is the row's draw if the device is the 
 
     score of the row = score among the device's tokens + log of the device's mass
 
-so that one message carries each device's (m, l), its token, the token's logit and its score.
+So one message carries each device's (m, l), its token, the token's logit and its score.
 
 References:
   Maddison et al., 2014, arXiv:1411.0030: Gumbel-max, and the maximum of a block.
@@ -52,7 +52,7 @@ _MAX, _SUM, _TOKEN, _LOGIT, _SCORE = range(5)
 
 
 class _Proposals(NamedTuple):
-    """What a device proposes for rows, f32[R, 5]: its (m, l), and a token, its logit and score."""
+    """A device's proposals for rows, f32[R, 5]: its (m, l), and a token, its logit and score."""
 
     values: Any
 
@@ -73,7 +73,7 @@ def sample_split(arrays: SampleArrays, options: CallOptions) -> Sample:
     assert split is not None
     num_rows, width = arrays.logits.shape
     own = arrays._replace(first_token=first_token_of(width, split))
-    # A kernel's operands vary alike.
+    # All operands of a kernel must vary over the same axes.
     own = pvary_like(own, own)
     proposals = launch(
         functools.partial(
@@ -99,7 +99,7 @@ def split_sample_kernel(
     Formula: that of `sample_draw_kernel`, by the share's own normalizer.
     Grid: R programs of 8 warps; one owns a row.
     Bytes per row: those of `sample_draw_kernel`, of the share's blocks; 20 written.
-    Why one program: that of `sample_draw_kernel`.
+    Why one program: as in `sample_draw_kernel`.
     Memory order: the launch before has ended when it begins to load. It does not trigger the next
     launch early.
     Reference: Maddison et al., 2014, arXiv:1411.0030: Gumbel-max, and the maximum of a block.
@@ -156,7 +156,7 @@ def _choose(gathered: jax.Array, temperature: jax.Array) -> Sample:
 
 
 def target_samples(arrays: VerifyArrays, k: int) -> SampleArrays:
-    """Returns the arrays that draw every target row on the target's stream, as its request's.
+    """Returns the arrays that draw every target row on its request's target stream.
 
     Args:
       arrays: flat rows of this device's columns, drafted tokens i32[B, K] or ragged i32[N].
@@ -187,7 +187,7 @@ def _first_rows(arrays: VerifyArrays, k: int) -> jax.Array:
 
 
 def compare_draws(arrays: VerifyArrays, drawn: Sample, options: CallOptions) -> Verification:
-    """Returns the verification of drafted tokens by what every target row has drawn.
+    """Returns the verification of drafted tokens by the draws of all target rows.
 
     Args:
       arrays: as in `target_samples`.
@@ -203,7 +203,7 @@ def compare_draws(arrays: VerifyArrays, drawn: Sample, options: CallOptions) -> 
         num_given = counts if num_given is None else jnp.minimum(num_given, counts)
         token_ids = jnp.take(token_ids, starts[:, None] + i[:, :k], mode="clip")
     last_row = arrays.target_logits.shape[0] - 1
-    # The row of each request at each position; of a request's own, those up to its bonus row.
+    # The row of each request at each position, up to its bonus row.
     rows = jnp.minimum(_first_rows(arrays, k)[:, None] + i, last_row)
     num_tokens = num_valid_drafts(token_ids, num_given)
     tokens, logprobs = drawn.token_ids[rows], drawn.logprobs[rows]

@@ -1,9 +1,9 @@
-"""What devices tell each other of rows of a split vocabulary: tiles' partials, drafted logits.
+"""Statistics of rows that devices exchange: partials of tiles, logits of drafted tokens.
 
     columns    T maxima, T sums, T argmaxes, the target's and the draft's logit of the drafted token
 
-T is the number of a device's tiles of a row. All are float32, which holds ids below 2^24 exactly,
-so that one message carries them.
+T is the number of a device's tiles of a row. All are float32, which holds ids below 2^24 exactly.
+So one message carries them.
 """
 
 from typing import Any, NamedTuple
@@ -31,7 +31,7 @@ _NUM_LOGITS = 2
 
 
 class SharedRows(NamedTuple):
-    """What a device tells, f32[rows, columns], or what all have told, f32[D, rows, columns].
+    """Statistics of one device, f32[rows, columns], or of all devices, f32[D, rows, columns].
 
     Attributes:
       values: the reference.
@@ -61,7 +61,7 @@ class SharedRows(NamedTuple):
         return self._load(row, 3 * self.num_tiles + 1, mask)
 
     def _load(self, row: jax.Array, column: int, mask: jax.Array) -> jax.Array:
-        """Returns the largest of the devices' numbers: all but one have -inf."""
+        """Returns the maximum over devices; all but one have -inf."""
         logit = jnp.full(row.shape, -jnp.inf, jnp.float32)
         for device in range(self.values.shape[0]):
             at = self.values.at[jnp.full_like(row, device), row, jnp.full_like(row, column)]
@@ -70,7 +70,7 @@ class SharedRows(NamedTuple):
 
 
 class _StridedRef:
-    """T columns of each device, read as a reference [rows, D * T]: tiles in their order."""
+    """A strided view of T columns of each device, as a reference [rows, D * T] of ordered tiles."""
 
     dtype = jnp.dtype(jnp.float32)
 
@@ -86,7 +86,7 @@ class _StridedRef:
 
     @property
     def at(self) -> "_StridedRef":
-        """Returns what is indexed like a reference."""
+        """Returns the object itself, which is indexed as `Ref.at` is."""
         return self
 
     def __getitem__(self, index: tuple[jax.Array, jax.Array]) -> Any:
@@ -103,12 +103,12 @@ class _StridedRef:
 
 
 def shared_shape(num_rows: int, num_tiles: int) -> SharedRows:
-    """Returns the shape of what a device tells."""
+    """Returns the shape of one device's `SharedRows`."""
     return SharedRows(output((num_rows, 3 * num_tiles + _NUM_LOGITS)))
 
 
 class _UnpaddedRef:
-    """Rows of logits that end where the vocabulary does: what stands after it is not loaded."""
+    """Rows of logits that end with the vocabulary: a masked view that loads no padding."""
 
     def __init__(self, logits: Any, num_tokens: jax.Array) -> None:
         self.at, self.dtype = logits.at, logits.dtype
@@ -116,9 +116,9 @@ class _UnpaddedRef:
 
 
 def first_token_of(width: int, split: VocabularySplit) -> jax.Array:
-    """Returns the id of this device's first token, i32[1]; before padding also its tokens, i32[2].
+    """Returns this device's first token id, i32[1]; with padding also its token count, i32[2].
 
-    It is an operand of kernels, `first_token` of their arrays.
+    Kernels take it as an operand, `first_token` of their arrays.
     """
     first = first_token(width, split)
     if split.vocab_size == width * jax.lax.axis_size(split.axis_name):
@@ -141,7 +141,7 @@ def load_first_token(arrays: SampleArrays | VerifyArrays) -> jax.Array | None:
 def with_shared_tiles(partials: Partials, shared: SharedRows, arrays: VerifyArrays) -> Partials:
     """Returns the partials of a device's blocks together with those of shared tiles.
 
-    Those of one device are for stores, those of all devices for loads.
+    With one device's tiles they are for stores, with those of all devices for loads.
     """
     num_tiles = shared.num_tiles
     return partials._replace(

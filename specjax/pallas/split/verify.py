@@ -1,11 +1,11 @@
 """`rejection_sample` of a split vocabulary: two launches on every device, a message after each.
 
-A residual's block is drawn by masses, as in a large batch of whole rows. The devices' shares of the
-blocks have no block in common, so a row's best block is the best of the devices' best ones:
+A residual's block is drawn by masses, as in a large batch of whole rows. Devices have disjoint
+blocks, so a row's best block is the best of the devices' best ones:
 
     argmax_i (log mass_i + g_i) = argmax_d max_{i of device d} (log mass_i + g_i)
 
-The token is drawn within the block by the device that has it. So no mass travels: a device sends
+The device that has the block draws the token within it. So no masses are exchanged: a device sends
 the token of its best block, and that block's score.
 """
 
@@ -33,7 +33,7 @@ __all__ = ["split_draw_kernel", "verify_split"]
 
 
 class _Proposed(NamedTuple):
-    """What a device proposes, log-masses f32[B, blocks] of residuals or None, and counters."""
+    """A device's proposals, log-masses f32[B, blocks] of residuals or None, and counters."""
 
     proposals: Any
     log_masses: Any
@@ -52,7 +52,7 @@ def verify_split(arrays: VerifyArrays, schedule: Schedule, tile: Tile) -> Verifi
     assert split is not None
     width = arrays.target_logits.shape[1]
     arrays = arrays._replace(first_token=first_token_of(width, split))
-    # A kernel's operands vary alike.
+    # All operands of a kernel must vary over the same axes.
     arrays = pvary_like(arrays, arrays)
     rows = reduce_rows(arrays, schedule)
     gathered = jax.lax.all_gather(rows.shared.values, split.axis_name)
@@ -64,7 +64,7 @@ def verify_split(arrays: VerifyArrays, schedule: Schedule, tile: Tile) -> Verifi
 
 
 def _draw(arrays: VerifyArrays, rows: ReducedRows, schedule: Schedule) -> jax.Array:
-    """Launches `split_draw_kernel`, and returns what this device proposes."""
+    """Launches `split_draw_kernel`, and returns this device's proposals."""
     num_requests, num_tiles = schedule.num_requests, _num_tiles(arrays, schedule)
     has_residual = arrays.draft_logits is not None
     num_blocks = num_tiles * schedule.tile.num_blocks
@@ -84,7 +84,7 @@ def _draw(arrays: VerifyArrays, rows: ReducedRows, schedule: Schedule) -> jax.Ar
 
 
 def _num_tiles(arrays: VerifyArrays, schedule: Schedule) -> int:
-    """Returns the programs of a request: one where no draft has logits."""
+    """Returns the number of programs per request: one if no draft has logits."""
     if arrays.draft_logits is None:
         return 1
     return schedule.tile.num_tiles(arrays.target_logits.shape[1])
@@ -93,18 +93,18 @@ def _num_tiles(arrays: VerifyArrays, schedule: Schedule) -> int:
 def split_draw_kernel(operands: DrawOperands, out: _Proposed, *, schedule: Schedule) -> None:
     """Reduces a tile of a residual; a request's last program draws, and proposes the token.
 
-    Formula: that of `residual_mass_kernel`, then that of `verify_draw_kernel`, of this device's
-    blocks. Masses and noise are those of whole rows, so the best device's score is the best of all.
+    Formula: that of `residual_mass_kernel`, then that of `verify_draw_kernel`, over this device's
+    blocks. Masses and noise are those of whole rows, so the best device's score is the row's.
     Grid: B * tiles programs of 4 or 8 warps; one owns a tile of this device's share of the target
     row that rejected and of its draft row. Without draft logits B programs.
     Bytes per request: each program reads the (m, l) of all devices' tiles of K + 1 rows. A rejected
     sampled draft adds 2 width * itemsize, width / 128 * 4 written and read, and two blocks of
-    logits; else 8 for each of this device's blocks of the row, and two blocks of logits.
-    32 + 8 (K + 1) are written.
-    Why masses: a draw in each tile is a chain of reductions, noise and loads that most programs
-    would end in vain. Here one of a request's tiles has it, while others still read.
-    Why every program evaluates: all of a row's tiles are a few hundred numbers, and a launch of its
-    own that evaluates them would take longer.
+    logits. Other requests add 8 for each of this device's blocks of the row, and two blocks of
+    logits. 32 + 8 (K + 1) are written.
+    Why masses: a draw in each tile is a chain of reductions, noise and loads, which most programs
+    would run for nothing. Here one of a request's tiles runs it, while others still read.
+    Why every program evaluates: all of a row's tiles are a few hundred numbers. A separate launch
+    that evaluates them would take longer.
     Memory order: `is_last_arrival` on `counters[b]`, which `verify_reduce_kernel` zeroed.
     References: Leviathan et al., 2023, arXiv:2211.17192; Chen et al., 2023, arXiv:2302.01318;
     Maddison et al., 2014, arXiv:1411.0030: Gumbel-max.
