@@ -168,7 +168,7 @@ def _add_report_options(group: Any) -> None:
 
 
 def parse_sampling_options(options: argparse.Namespace) -> SamplingParams | None:
-    """Returns the sampling options that were given, or None; refuses one outside its range."""
+    """Returns the sampling options, or None without any; refuses one outside its range."""
     given = {name: getattr(options, name) for name in SAMPLING_OPTIONS}
     given = {name: value for name, value in given.items() if value is not None}
     for name, value in given.items():

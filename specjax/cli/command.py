@@ -73,7 +73,7 @@ def _check_generate_job(
     terminal: Any,
     folder: pathlib.Path | None,
 ) -> tuple[Any, functools.partial[GenerateJob]]:
-    """Returns the pair, and the job but for its models; what can be refused is refused here."""
+    """Returns the pair, and the job without its models, after all checks."""
     with terminal.spinner("reading the folders"):
         from specjax import models
         from specjax.cli.model_pair import (
@@ -145,10 +145,10 @@ def _read_batch_job(
 def _with_trained_k(
     config: SpeculativeConfig, options: argparse.Namespace, draft: Any
 ) -> SpeculativeConfig:
-    """Returns the config with the K that a head was trained for, if no option asks for another.
+    """Returns the config with the K that a head was trained for, if no option sets another.
 
-    Where K is "auto", it goes by the step costs and the usual rate that lie next to the head, if no
-    option gives them.
+    For K = "auto" the step costs and the usual rate are those of the head's folder, if no option
+    sets them.
     """
     k, auto = draft.num_speculative_tokens, (options.step_costs, options.usual_acceptance_rate)
     if config.adaptive_k:
@@ -165,7 +165,7 @@ def _with_trained_k(
 
 
 def _read_command(argv: list[str] | None, exit_stack: contextlib.ExitStack) -> tuple[Any, Any, Any]:
-    """Returns options, job and terminal; everything that can be refused is refused here."""
+    """Returns options, job and terminal, after all checks."""
     options, config = parse_options(argv)
     is_sweep = options.command == "sweep"
     is_batch = not is_sweep and options.input is not None

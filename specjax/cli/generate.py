@@ -1,4 +1,4 @@
-"""Decodes one prompt: streams its text and times its steps, if asked next to plain decoding."""
+"""Decodes one prompt: streams its text and times its steps, optionally also plain decoding."""
 
 import contextlib
 import pathlib
@@ -35,7 +35,7 @@ __all__ = [
     "stream_text",
 ]
 
-# Returns a context; while it is open, its argument is shown.
+# Returns a context that shows its argument while it is open.
 Spinner = Callable[[str], contextlib.AbstractContextManager[Any]]
 _FINISH_NAMES = {
     Finish.LENGTH: "length",
@@ -48,7 +48,7 @@ class GenerateJob(NamedTuple):
     """A prompt, a pair and the options of a decoding.
 
     Attributes:
-      name: of the pair, for people.
+      name: of the pair, for display.
       target: the model whose distribution the output follows.
       drafter: proposes tokens, or None for plain decoding.
       tokenizer: with the interface of the `tokenizers` library.
@@ -56,15 +56,15 @@ class GenerateJob(NamedTuple):
       prompt_ids: tokens of the prompt, not empty.
       config: how tokens are drafted and verified.
       key: typed threefry key, ().
-      max_new_tokens: most tokens generated.
+      max_new_tokens: maximum number of generated tokens.
       temperature: >= 0.
       eos_token_ids: tokens that end the text.
       sampling: cutoffs and penalties, or None.
       num_logprobs: most probable tokens listed per token, or None.
-      programs: what streams it, or None to compile it when it is streamed.
-      folder: where compiled programs are kept, or None.
-      models: the configurations of target and draft, which name what is kept.
-      rule: of acceptance, as `--rule` says it, or None.
+      programs: that stream it, or None to compile them when it is streamed.
+      folder: of kept compiled programs, or None.
+      models: the configurations of target and draft, which name the kept programs.
+      rule: of acceptance, as `--rule` names it, or None.
       stop: strings that end the text before the first of them.
     """
 
@@ -125,14 +125,14 @@ def _chunk_size(job: GenerateJob) -> int:
     """Tokens of the prompt that are read at once: fewer in the smallest capacity.
 
     A CPU reads the padding of a chunk as slowly as its tokens. A prompt of 60 tokens takes half
-    the time in a chunk of 64, one of 1800 is a fifth slower in chunks of 64 than of 128.
+    the time in a chunk of 64. One of 1800 is a fifth slower in chunks of 64 than of 128.
     """
     is_short = len(job.prompt_ids) + job.max_new_tokens <= DEFAULT_CAPACITY
     return DEFAULT_CAPACITY // 2 if is_short else PREFILL_CHUNK_SIZE
 
 
 def begin_programs(job: GenerateJob) -> StreamPrograms:
-    """Returns the programs that stream a job's text; of its weights only the shapes are read."""
+    """Returns the programs that stream a job's text; reads only the shapes of its weights."""
     requests, options = check_arguments(
         job.target,
         job.drafter,
@@ -159,7 +159,7 @@ def _describe(argument: Any) -> str:
 def _stream_states(
     job: GenerateJob, spinner: Spinner, waits_for_all: bool
 ) -> Iterator[tuple[DecodeState, float, float]]:
-    """Yields the state with the first token, then that after each step.
+    """Yields the state with the first token, then the state after each step.
 
     Yields:
       The state, the seconds of waiting for compilations, and the seconds of its step: 0 for the
@@ -189,7 +189,7 @@ def _stream_states(
 
 
 def _result_of(job: GenerateJob, state: DecodeState, length: int, stopped: bool) -> GenerateResult:
-    """Returns the result of a state, of which `length` tokens are text that was asked for."""
+    """Returns the result of the first `length` tokens of a state's text."""
     ids, finish, metrics, top = jax.device_get(
         (state.token_ids, state.finish, state.metrics, state.top_logprobs)
     )
@@ -211,15 +211,15 @@ def stream_text(
     show: Callable[[str, int], None] = _ignore,
     waits_for_all: bool = False,
 ) -> tuple[GenerateResult, Timings]:
-    """Decodes step by step, up to a stop string, and passes on text as soon as it is final.
+    """Decodes step by step, up to a stop string, and shows text as soon as it is final.
 
     Args:
       job: what to decode.
-      spinner: returns a context that says what takes so long before the first token.
-      begin: called once, when the first token is there.
+      spinner: returns a context that shows the current work before the first token.
+      begin: called once, when the first token has been drawn.
       show: called with each piece of text and the `Origin` of the token that completed it.
-      waits_for_all: whether all programs are compiled before the first step. Else those that the
-        first token needs are, and a processor of few cores takes the first steps slower.
+      waits_for_all: whether all programs are compiled before the first step. If not, only those of
+        the first token are, and a processor of few cores runs the first steps more slowly.
 
     Returns:
       The result, and its times without those of `show`.

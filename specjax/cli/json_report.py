@@ -33,7 +33,7 @@ def is_exact_rule(drafter: Drafter | None, config: SpeculativeConfig, temperatur
 def metrics_json(result: GenerateResult) -> dict[str, Any]:
     """Returns counts and rates of a result as plain numbers; lists are per drafted position.
 
-    A rate of nothing is None, which is null in JSON.
+    A rate with denominator 0 is None, which is null in JSON.
     """
     counts = jax.tree.map(lambda count: np.asarray(count)[0], result.metrics)
 

@@ -1,4 +1,4 @@
-"""`--json-schema`: a file that says what every text holds, as a grammar of the target's tokens."""
+"""`--json-schema`: the schema of every text, as a grammar of the target's tokens."""
 
 import argparse
 import json
@@ -17,8 +17,8 @@ def read_grammar(options: argparse.Namespace, pair: ModelPair) -> Grammar | None
     """Returns the grammar of `--json-schema`, or None if it is not given.
 
     Raises:
-      ValueError: if the file is no JSON object, its schema is refused or nested too deeply, or
-        nothing ends a text.
+      ValueError: if the file is not a JSON object, its schema is refused or nested too deeply, or
+        no token ends a text.
       OSError: if it cannot be read.
     """
     if options.json_schema is None:

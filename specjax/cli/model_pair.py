@@ -35,13 +35,13 @@ class ModelPair(NamedTuple):
     """A target and a draft whose weights are not read yet.
 
     Attributes:
-      name: of the pair, for people.
+      name: of the pair, for display.
       folder: of the target.
       draft_spec: the folder of a draft model or draft head, "ngram" or "none".
       target_config: the target's `TransformerConfig`.
-      tokenizer: of the target, and so of the draft.
+      tokenizer: of both models.
       load_target: options of `models.load` for the target, its mesh among them.
-      load_draft: the same for a draft model.
+      load_draft: options of `models.load` for a draft model.
     """
 
     name: str
@@ -74,11 +74,11 @@ def read_pair(options: argparse.Namespace) -> ModelPair:
 
 
 class CheckedDraft(NamedTuple):
-    """What a draft that fits its target says of itself.
+    """Metadata of a draft that fits its target.
 
     Attributes:
       num_speculative_tokens: K that it was trained for, or None.
-      warning: a sentence for people, or None.
+      warning: a sentence to print, or None.
       max_speculative_tokens: the largest K that it drafts, or None.
       step_costs: for K = "auto", or None.
       usual_acceptance_rate: for K = "auto" of a file of prompts, or None.
@@ -91,7 +91,7 @@ class CheckedDraft(NamedTuple):
     usual_acceptance_rate: float | None = None
 
     def check_k(self, k: int, option: str) -> None:
-        """Refuses a K that is larger than what it drafts."""
+        """Refuses a K larger than the draft's maximum."""
         most = self.max_speculative_tokens
         if most is not None and k > most:
             raise ValueError(
@@ -100,7 +100,7 @@ class CheckedDraft(NamedTuple):
 
 
 def check_draft(pair: ModelPair) -> CheckedDraft:
-    """Refuses a draft model whose vocabulary is not the target's, or a head that does not fit."""
+    """Returns the metadata of a draft; refuses another vocabulary, or a head of another target."""
     if pair.draft_spec in ("ngram", "none"):
         return CheckedDraft()
     info = models.read_draft(pair.draft_spec, pair.target_config)
@@ -122,7 +122,7 @@ def check_draft(pair: ModelPair) -> CheckedDraft:
 
 
 def check_logprobs(options: argparse.Namespace, pair: ModelPair) -> None:
-    """Refuses `--logprobs` of more tokens than the target has."""
+    """Refuses `--logprobs` for more tokens than the target has."""
     vocab_size = pair.target_config.vocab_size
     if (options.logprobs or 0) > vocab_size:
         raise ValueError(f"--logprobs is {options.logprobs}; the target has {vocab_size} tokens.")
@@ -140,7 +140,7 @@ def _warn_of_verifier(pair: ModelPair, verifier: str | None) -> str | None:
 
 
 def describe_configs(pair: ModelPair) -> str:
-    """Returns what the models' programs are traced from, for two folders the same if it is."""
+    """Returns the cache key of the models' programs: configurations alone, equal for equal ones."""
     draft = pair.draft_spec
     if draft not in ("none", "ngram"):
         draft = repr(models.read_draft(draft, pair.target_config).config)
@@ -148,7 +148,7 @@ def describe_configs(pair: ModelPair) -> str:
 
 
 def pair_shapes(pair: ModelPair) -> tuple[Model, Drafter | None] | None:
-    """Returns what `load_pair` returns with shapes for weights; None with a head or a mesh."""
+    """Returns target and drafter with shapes for weights; None with a head or a mesh."""
     has_head = pair.draft_spec not in ("none", "ngram") and not _is_model(pair)
     return None if has_head or pair.load_target else _make_pair(pair, models.load_shapes)
 
@@ -176,9 +176,9 @@ def _make_pair(
 
 
 def encode_text(tokenizer: Any, text: str, *, chat: bool) -> tuple[list[int], str | None]:
-    """Returns the tokens of a text, and a warning if it begins with what the tokenizer adds.
+    """Returns the tokens of a text, and a warning if the text has the tokenizer's first tokens.
 
-    Special tokens that the tokenizer puts before a text, such as "<s>", are then there once.
+    Special tokens that the tokenizer adds before a text, such as "<s>", then occur only once.
 
     Args:
       tokenizer: of the target.
@@ -187,7 +187,7 @@ def encode_text(tokenizer: Any, text: str, *, chat: bool) -> tuple[list[int], st
     """
     encoding = tokenizer.encode(text, add_special_tokens=not chat)
     ids: list[int] = encoding.ids
-    # The mask is 0 for a special token that stands in the text.
+    # The mask is 0 for a special token in the text itself.
     num_added = next((i for i, added in enumerate(encoding.special_tokens_mask) if not added), 0)
     begin = ids[:num_added]
     if not begin or ids[num_added : 2 * num_added] != begin:
@@ -207,7 +207,7 @@ def encode_prompt(
       pair: gives the tokenizer and the longest sequence.
       text: the prompt.
       chat: whether a chat template made it.
-      num_new_tokens: tokens that have to fit after it.
+      num_new_tokens: tokens that must fit after it.
       option: names `num_new_tokens` in an error.
 
     Raises:

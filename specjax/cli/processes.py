@@ -1,15 +1,15 @@
-"""`--coordinator` and `--process`: a text by several processes, each with devices of its own.
+"""`--coordinator` and `--process`: a text by several processes, each with its own devices.
 
-    options, prompt, seed         given to each process alike; a digest of them is compared once
+    options, prompt, seed         equal for all processes; a digest of them is compared once
     folder -> shares              each process reads those of its own devices
     prompt, keys -> devices       each process copies its own, equal to the others'
-    a step -> sums over devices   one program, the same in each; by gloo on CPUs, NCCL on GPUs
-    tokens -> every process       each reads its device's copy and decides by it whether to go on
+    a step -> sums over devices   one program on all processes; by gloo on CPUs, NCCL on GPUs
+    tokens -> every process       each reads its device's copy, and decides by it whether to go on
     text, report                  written by process 0
 
-All that travels is JAX's. The loop on the host reads tokens alone, never the clock: a process that
-took a step which another does not take would wait for it. JAX's coordinator, a service of process
-0, has each process's heartbeats, and ends all of them when one has none.
+All communication is JAX's. The loop on the host reads only tokens, never the clock. If one process
+took a step that another does not take, it would wait for it forever. JAX's coordinator, a service
+of process 0, receives each process's heartbeats, and ends all processes when one stops sending.
 """
 
 import argparse
@@ -41,12 +41,12 @@ __all__ = [
     "join_processes",
 ]
 
-# JAX's own 100 s are longer than a person waits for a text that does not go on.
+# JAX's default of 100 s is longer than a person waits for a stuck text.
 HEARTBEAT_SECONDS = 20
 JOIN_SECONDS = 300
 # In place of a SHA-256.
 _NO_DIGEST = np.zeros(8, np.uint32)
-# Options that a process may have of its own. What the files that they name hold is compared.
+# Options that may differ between processes. The contents of files that they name are compared.
 _OWN_FILES = {"target", "draft", "prompt", "prompt_file", "json_schema"}
 _OWN_OPTIONS = _OWN_FILES | {"coordinator", "process", "json", "quiet"}
 
@@ -68,7 +68,7 @@ def add_process_options(group: Any) -> None:
 
 
 def _parse_process(text: str) -> tuple[int, int]:
-    """Returns the process's number and how many there are."""
+    """Returns the process's number and the number of processes."""
     numbers = re.fullmatch(r"(\d+)/(\d+)", text)
     if numbers is None or int(numbers[1]) >= int(numbers[2]):
         raise argparse.ArgumentTypeError(
@@ -78,7 +78,7 @@ def _parse_process(text: str) -> tuple[int, int]:
 
 
 def check_process_options(options: argparse.Namespace) -> None:
-    """Refuses one option without the other or without a mesh, and what one process alone can do."""
+    """Refuses one option without the other or a mesh, and options that need one process."""
     if (options.process is None) != (options.coordinator is None):
         given, missing = ("process", "coordinator")[:: 1 if options.process else -1]
         raise ValueError(f"--{given} is given without --{missing}; several processes need both.")
@@ -189,7 +189,7 @@ def check_same_inputs(options: argparse.Namespace, job: Mapping[str, Any]) -> No
 
     Args:
       options: from `parse_options`.
-      job: fields of the `GenerateJob` that the options ask for, but for its models.
+      job: fields of the options' `GenerateJob`, without its models.
 
     Raises:
       ValueError: on every process, with the numbers of those that differ from process 0, or that

@@ -10,8 +10,8 @@ __all__ = ["read_prompt", "read_prompts"]
 # Several million tokens, more than any target takes.
 _MAX_BYTES = 2**24
 
-# Prompts of a sweep without prompts: beginnings of Python files, which the embedded pair was
-# trained for and any model of code can continue.
+# Default prompts of a sweep: beginnings of Python files, which the embedded pair was trained for.
+# Any model of code can continue them.
 _BUILT_IN_PROMPTS = (
     "def fibonacci(n):\n",
     "import unittest\n\nfrom queue import Queue\n\n\nclass TestQueue(unittest.TestCase):\n"
@@ -22,7 +22,7 @@ _BUILT_IN_PROMPTS = (
 
 
 def read_prompt(options: argparse.Namespace) -> str:
-    """Returns the prompt of `generate`; raises a `ValueError` if there is none or it is no text."""
+    """Returns the prompt of `generate`; raises a `ValueError` without one, or if it is not text."""
     prompt, path = options.prompt, options.prompt_file
     if path is not None:
         source, data = path, read_file(path, _MAX_BYTES)
@@ -46,7 +46,7 @@ def read_prompts(options: argparse.Namespace) -> list[str]:
 
 
 def _decode_text(source: str, data: bytes) -> str:
-    """Decodes a prompt; raises a `ValueError` that names `source` if `data` is no text."""
+    """Decodes a prompt; raises a `ValueError` that names `source` if `data` is not text."""
     try:
         text = data.decode()
     except UnicodeDecodeError:

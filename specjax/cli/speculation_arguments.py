@@ -1,4 +1,4 @@
-"""Options of `specjax generate` that say how it drafts and verifies: a `SpeculativeConfig`."""
+"""Options of `specjax generate` for drafting and verification: a `SpeculativeConfig`."""
 
 import argparse
 import dataclasses
@@ -15,7 +15,7 @@ from specjax.file_io import quote, read_file, shorten
 
 __all__ = ["add_speculation_options", "make_config"]
 
-# Rules: what makes one, its parameters, and those that a sentence shows.
+# Rules: their constructors, parameters, and the parameters that an error shows.
 _RULES: dict[str, tuple[Callable[..., StaticRule], tuple[type, ...], str]] = {
     "lenience": (rules.lenience, (float,), "0.5"),
     "typical": (rules.typical_acceptance, (float, float), "0.09,0.3"),
@@ -69,7 +69,7 @@ def _parse_k(text: str) -> int | str:
 
 
 def _parse_step_costs(text: str) -> tuple[float, ...]:
-    """Returns numbers, or those that the JSON of `specjax sweep` in a file holds."""
+    """Returns numbers of an argument, or of a file with the JSON of `specjax sweep`."""
     if not os.path.exists(text):
         try:
             return _parse_numbers(text, "1,1.2,1.4")
@@ -88,7 +88,7 @@ def _parse_step_costs(text: str) -> tuple[float, ...]:
 
 
 def _parse_rule(text: str) -> StaticRule:
-    """Returns the rule that a name and numbers say, like relaxed:10,0.6."""
+    """Returns the rule of a name and numbers, such as relaxed:10,0.6."""
     name, _, numbers = text.partition(":")
     examples = [f"{name}:{example}" for name, (_, _, example) in _RULES.items()]
     if name not in _RULES:

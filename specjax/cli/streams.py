@@ -1,4 +1,4 @@
-"""Standard streams of the command, the sentence on one if it fails, and ends by a signal."""
+"""Standard streams of the command, its error line, and exits by a signal."""
 
 import contextlib
 import errno
@@ -24,7 +24,7 @@ _MAX_CHARACTERS = 4000
 
 
 def print_error(error: Exception, code: int) -> int:
-    """Prints what went wrong in a line on standard error, and returns the exit code."""
+    """Prints an error in a line on standard error, and returns the exit code."""
     message = str(error)
     is_mapped = isinstance(error, OSError) and error.errno == errno.ENOMEM
     if isinstance(error, MemoryError) or is_mapped:
@@ -48,7 +48,7 @@ def print_error(error: Exception, code: int) -> int:
 
 
 def end_with_error(error: Exception, code: int) -> NoReturn:
-    """Ends the process from any thread, whatever another one waits for, with a sentence."""
+    """Ends the process from any thread with a sentence, even if other threads wait."""
     _end_spinner()
     os._exit(print_error(error, code))
 
@@ -61,7 +61,7 @@ def exit_on_interrupt(*_: Any) -> NoReturn:
 
 
 def _end_spinner() -> None:
-    """Shows the cursor, which a spinner hides, on a line of its own."""
+    """Shows the cursor, which a spinner hides, on a new line."""
     if sys.stderr.isatty():
         os.write(2, b"\x1b[?25h\n")
 
@@ -79,7 +79,7 @@ def open_missing_streams() -> None:
 
 
 def flush_or_discard(stream: TextIO) -> None:
-    """Flushes a stream; drops what it cannot write, which would fail again when Python exits."""
+    """Flushes a stream; drops unwritable text, which would fail again when Python exits."""
     try:
         stream.flush()
     except OSError:

@@ -66,10 +66,10 @@ class Terminal:
     """Standard output and standard error of the command.
 
     Generated text goes to standard output. The report follows it if that is a terminal, and goes to
-    standard error otherwise. A spinner is shown where standard error is a terminal.
+    standard error otherwise. A spinner is shown if standard error is a terminal.
 
     Args:
-      quiet: whether the text is all that is printed.
+      quiet: whether only the text is printed.
     """
 
     def __init__(self, *, quiet: bool = False) -> None:
@@ -92,7 +92,7 @@ class Terminal:
 
     @contextlib.contextmanager
     def progress_bar(self, total: int) -> Iterator[Callable[[str], None]]:
-        """Yields a function that advances a bar; call it `total` times with what begins."""
+        """Yields a function that advances a bar; call it `total` times with the next stage."""
         if not _supports_style(sys.stderr):
             yield lambda _: None
             return
@@ -109,7 +109,7 @@ class Terminal:
             yield lambda text: progress.update(task, description=text, completed=next(numbers))
 
     def print_warning(self, sentence: str | None) -> None:
-        """Prints a sentence to standard error; none if it is None or the text alone is printed."""
+        """Prints a sentence to standard error; nothing for None, or if quiet."""
         if sentence is not None and not self._quiet:
             self._stderr.print(Text(f"specjax: warning: {sentence}"), soft_wrap=True)
 
@@ -128,7 +128,7 @@ class Terminal:
             self._stdout.print(Text(sentence))
 
     def print_note(self, sentence: str) -> None:
-        """Prints a line to standard error, whole where it is wider than the terminal."""
+        """Prints a line to standard error, unbroken if it is wider than the terminal."""
         self._stderr.print(Text(sentence, "dim"), soft_wrap=True)
 
     def print_prompt(self, job: GenerateJob) -> None:
@@ -198,7 +198,7 @@ def _print_table(console: Console, table: Table) -> None:
 
 
 def _logprobs_table(tokens: list[JsonObject]) -> Table:
-    """Returns a table with one row per token: log-probability, rank, most probable tokens."""
+    """Returns a table with a row per token: log-probability, rank, most probable tokens."""
 
     def quote_token(token: JsonObject) -> str:
         return json.dumps(token["token"], ensure_ascii=False).translate(_REPLACED_CONTROLS)

@@ -1,4 +1,4 @@
-"""Lists generated tokens with their log-probabilities, for people and as JSON."""
+"""Generated tokens with their log-probabilities, as text and as JSON."""
 
 import math
 from typing import Any
@@ -9,7 +9,7 @@ __all__ = ["list_logprobs"]
 
 
 def list_logprobs(tokenizer: Any, token_ids: list[int], top: TopLogprobs) -> list[dict[str, Any]]:
-    """Lists each generated token with its log-probability and its most probable alternatives.
+    """Returns each generated token with its log-probability and most probable alternatives.
 
     Args:
       tokenizer: with `decode(ids, skip_special_tokens)`.

@@ -1,9 +1,9 @@
-"""What stands on the library: grammars of JSON schemas, and other libraries' models and rollouts.
+"""Additions to the library: grammars of JSON schemas, and adapters of other libraries.
 
-`grammars` makes a `specjax.Grammar` on the host, and matchers of llguidance; it needs jax and numpy
-alone. `tunix` is for google-tunix. Each has a folder, which nothing in the library imports, and
-promises less: it follows the library that it serves.
-`docs/adapters.md` shows how a model of any library becomes a `specjax.Model`.
+`grammars` makes a `specjax.Grammar` on the host, and matchers of llguidance; it needs only jax and
+numpy. `tunix` is for google-tunix. No module of the library imports these folders. They promise
+less stability, because they follow the libraries that they serve. `docs/adapters.md` shows how a
+model of any library becomes a `specjax.Model`.
 """
 
 import importlib

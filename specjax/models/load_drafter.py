@@ -39,7 +39,7 @@ _HEADS = {
 
 
 class DraftInfo(NamedTuple):
-    """What a folder says of its draft before any weight is read.
+    """Metadata of a folder's draft, without its weights.
 
     Attributes:
       kind: as `draft_kind` returns it.
@@ -61,7 +61,7 @@ class DraftInfo(NamedTuple):
 
 
 def read_draft(folder: str | os.PathLike[str], target: TransformerConfig) -> DraftInfo:
-    """Returns what a folder says of its draft; refuses a head that is for another target.
+    """Returns the metadata of a folder's draft; refuses a head for another target.
 
     Args:
       folder: of a draft model or a draft head.
@@ -94,7 +94,7 @@ def read_draft(folder: str | os.PathLike[str], target: TransformerConfig) -> Dra
 
 
 def _read_config(folder: str | os.PathLike[str], target: TransformerConfig) -> DraftInfo:
-    """Returns what the config.json of a folder says of its draft."""
+    """Returns the metadata of a folder's draft, from its config.json."""
     kind = draft_kind(folder)
     if kind == "model":
         refuse_eagle1(folder)
@@ -121,10 +121,10 @@ def load_drafter(
     """Loads a drafter: a smaller model, an EAGLE-3 head or a DFlash head.
 
     Args:
-      folder: with config.json, which says what it is, and model.safetensors.
-      target: from `load`, `build` or `split_model`; a head runs on its states. Over devices each
-        has the whole draft, as `load(folder, mesh=mesh, replicate=True)` gives a model.
-      dtype: as in `load`; None is the target's for a head, whose taps have it.
+      folder: with config.json, which decides the kind, and model.safetensors.
+      target: from `load`, `build` or `split_model`; a head runs on its states. If it lies over
+        devices, each gets the whole draft, as by `load(folder, mesh=mesh, replicate=True)`.
+      dtype: as in `load`. For a head None is the dtype of the target and its taps.
       implementation: of the draft's steps, as in `build`.
 
     Returns:

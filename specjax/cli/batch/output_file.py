@@ -1,8 +1,8 @@
-"""The output of a file of prompts: whole lines, of which a later run knows what is done.
+"""The output of a file of prompts: whole lines, by which a later run knows the finished requests.
 
-A line is appended by one write, so that a process that is ended between two leaves whole lines. The
-rest of one that was cut off, by SIGKILL or a full disk, is taken away before the next is appended.
-The file is locked before it is read, so that no other run can write to it meanwhile.
+A line is appended by one write, so a process that ends between two writes leaves whole lines. A
+line cut off by SIGKILL or a full disk is removed before the next append. The file is locked before
+it is read, so that no other run can write to it.
 """
 
 import contextlib
@@ -23,25 +23,25 @@ if sys.platform != "win32":
 __all__ = ["OutputFile"]
 
 _MAX_BYTES = 2**34
-# Of every line that is appended.
+# Fields of every appended line.
 _BEGINNING = b'{"line": '
 
 
 class OutputFile:
-    r"""Lines of JSON, each with the number of its line of the input, in the order of their ends.
+    r"""Lines of JSON with the numbers of their input lines, in the order in which requests end.
 
     Args:
       path: of the file, which need not exist.
 
     Attributes:
-      done: by the number of an input's line, the hash of the request that its output is of.
+      done: hashes of the finished requests, by the number of their input line.
       date: that the first run's chat templates wrote, or None.
-      is_locked: False where a file that is there cannot be locked: on Windows, and on file systems
-        without locks.
+      is_locked: False if an existing file cannot be locked: on Windows, and on file systems without
+        locks.
 
     Raises:
-      ValueError: if the path is of no regular file, another run writes to the file, or it has a
-        line that this did not write.
+      ValueError: if the path is not a regular file, another run writes to the file, or it has a
+        line of another program.
       OSError: if it cannot be read.
 
     Example:
@@ -84,7 +84,7 @@ class OutputFile:
             if_refused.pop_all()
 
     def _open(self) -> io.FileIO:
-        """Opens the file, makes it if there is none, and locks it until it is closed."""
+        """Opens or makes the file, and locks it until it is closed."""
         file = self._file = io.FileIO(self._path, "ab+")
         self.is_locked = sys.platform != "win32" and _lock(file, self._path)
         return file
@@ -107,7 +107,7 @@ class OutputFile:
             raise ValueError(_foreign_line(self._path, len(lines) + 1))
 
     def prepare(self) -> None:
-        """Makes the file if there is none, and takes away the rest of a line that was cut off.
+        """Makes the file if it is missing, and removes a line that was cut off.
 
         Raises:
           ValueError: if it cannot be written, or another run has written to it meanwhile.
@@ -115,7 +115,7 @@ class OutputFile:
         try:
             file = self._file or self._open()
             if not file.writable():
-                # Raises why it could not be opened for lines.
+                # Raises the error of opening it for lines.
                 io.FileIO(self._path, "ab").close()
             if os.fstat(file.fileno()).st_size > self._num_read:
                 raise ValueError(_written_by_another(self._path))
@@ -124,10 +124,10 @@ class OutputFile:
             raise ValueError(_unwritable(self._path, error)) from None
 
     def append(self, fields: JsonObject) -> None:
-        """Appends a line to a file that is prepared.
+        """Appends a line to a prepared file.
 
         Raises:
-          ValueError: if it cannot be written; the file keeps what it had.
+          ValueError: if it cannot be written; the file is then unchanged.
         """
         assert self._file is not None
         try:
@@ -145,7 +145,7 @@ class OutputFile:
         self._size += written
 
     def close(self) -> None:
-        """Closes the file, and with that unlocks it."""
+        """Closes the file, which unlocks it."""
         if self._file is not None:
             self._file.close()
 

@@ -1,4 +1,4 @@
-"""Reads a file of prompts: JSON lines, each checked before anything is decoded."""
+"""Reads a file of prompts: JSON lines, all checked before decoding."""
 
 import json
 from collections.abc import Callable
@@ -27,9 +27,9 @@ class PromptLine(NamedTuple):
 
     Attributes:
       number: of the line, from 1.
-      id: what the line calls itself, a string, a number or None.
+      id: the line's own id, a string, a number or None.
       token_ids: the prompt.
-      stop: stop strings, or None where the options' hold.
+      stop: stop strings, or None for those of the options.
       values: the options that the line sets, by name.
     """
 
@@ -46,9 +46,9 @@ def read_lines(
     r"""Returns the lines of a file, and a sentence for each that is malformed.
 
     Args:
-      data: the file; a line without any text is left out.
+      data: the file; empty lines are skipped.
       encode: returns the tokens of a text, or of a conversation as a list of messages. It raises
-        `ValueError` for what is neither.
+        `ValueError` for other values.
 
     Example:
       >>> lines, problems = read_lines(b'{"prompt": "ab", "top_k": 3}\n\n{"prompt": 7}', list)
@@ -65,7 +65,7 @@ def read_lines(
             lines.append(_read_line(number, text, encode))
         except ValueError as error:
             problems.append(f"line {number}: {error}")
-        except RecursionError:  # Of the reader, of a value in a sentence, or of a chat template.
+        except RecursionError:  # By the reader, by a value in a sentence, or by a chat template.
             problems.append(f"line {number}: it is nested too deeply.")
     return lines, problems
 

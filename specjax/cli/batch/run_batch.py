@@ -38,10 +38,10 @@ __all__ = ["BatchJob", "read_batch", "run_batch"]
 _MAX_BYTES = 2**32
 # A device or a pipe has no size and may have no end.
 _MAX_BYTES_OF_STREAM = 2**28
-# Buffers are rounded up to this, so that another file may find its programs in the cache.
+# Buffers are rounded up to a multiple, so that another file may find its programs in the cache.
 _LENGTH_STEP = 128
 _SHOWN_PROBLEMS = 5
-# Requests for each slot, more than one so that prompts are read before a slot is empty.
+# Requests per slot; more than one, so that prompts are read before a slot is empty.
 _ROUNDS_AHEAD = 2
 
 
@@ -55,9 +55,9 @@ class BatchJob(NamedTuple):
       config: how tokens are drafted and verified.
       lines: of the input.
       options: of the command, for the lines that do not set them.
-      output: where lines go, and which are there.
+      output: the file of results.
       hashes: of the requests, by the numbers of their lines.
-      grammar: that every text follows, or None.
+      grammar: of every text, or None.
       date: that chat templates wrote into prompts, in ISO 8601, or None.
     """
 
@@ -74,13 +74,13 @@ class BatchJob(NamedTuple):
 
 
 class _Clock:
-    """The local time of a run, or of the run whose output it goes on with.
+    """The local time of a run, or of the earlier run that it continues.
 
     Args:
-      first: the time of that other run, or None.
+      first: the time of that earlier run, or None.
 
     Attributes:
-      date: in ISO 8601 once the time is asked for, or if another run asked; None before.
+      date: in ISO 8601 once this or the earlier run has read the time; None before.
     """
 
     def __init__(self, first: datetime.datetime | None) -> None:
@@ -105,8 +105,8 @@ def read_batch(
 
     Raises:
       ValueError: for malformed lines, unless they are skipped; it names them by number. Also if the
-        output has lines of other prompts or options, another run writes to it, or it is no regular
-        file or cannot be written.
+        output has lines of other prompts or options, or another run writes to it. Also if it is not
+        a regular file, or cannot be written.
     """
     output = exit_stack.enter_context(OutputFile(options.output))
     clock = _Clock(output.date)
@@ -183,7 +183,7 @@ def _hash(
     line: PromptLine,
     grammar: Grammar | None,
 ) -> str:
-    """Returns a hash of all that a request's tokens depend on but the weights and the shapes."""
+    """Returns a hash of all inputs of a request's tokens, except weights and shapes."""
     names = ("max_new_tokens", "temperature", "seed", "logprobs", *SAMPLING_OPTIONS)
     common = {name: getattr(options, name) for name in names}
     own = [line.number, line.token_ids, _stop(options, line), line.values]
@@ -196,7 +196,7 @@ def _hash(
 
 
 def _changed_fields(config: SpeculativeConfig) -> dict[str, str]:
-    """Returns the fields that are not at their defaults: one that is added later changes no hash.
+    """Returns the fields that are not at their defaults, so that a new field changes no hash.
 
     A rule is left out.
 
@@ -300,9 +300,9 @@ def _decode(
 
 
 def _error_of(job: BatchJob, line: PromptLine, request: Request) -> str | None:
-    """Returns what a request says, but for a length that is refused: the target's is the limit.
+    """Returns a request's error; for a refused length it names the target's limit.
 
-    The engine would name its own, which is that of the other lines.
+    The engine would name its own limit, which depends on the other lines.
     """
     num_new, num_prompt = _value(job, line, "max_new_tokens"), len(line.token_ids)
     most = job.pair.target_config.max_position_embeddings

@@ -1,4 +1,4 @@
-"""`specjax sweep`: which number K of drafted tokens per step is fastest for a pair.
+"""`specjax sweep`: the fastest number K of drafted tokens per step for a pair.
 
 Open `run_sweep` first: it loads the pair, calls the others and prints.
 
@@ -6,8 +6,8 @@ Open `run_sweep` first: it loads the pair, calls the others and prints.
 |---|---|
 | `arguments` | the options and their checks |
 | `measure` | times of a step for every K = 0, 1, ..., at given acceptance |
-| `inputs` | what K is chosen by: the pair's acceptance, and the costs of steps |
-| `choice` | the best K, and how sure that is |
+| `inputs` | the data of the choice: the pair's acceptance, and the costs of steps |
+| `choice` | the best K, and its certainty |
 | `report`, `plot` | tables and sentences, JSON and a plot |
 
 `specjax.cli.command` alone imports it, and `specjax.cli.arguments` its options.

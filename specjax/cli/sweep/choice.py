@@ -1,11 +1,11 @@
 """Chooses the number K of drafted tokens with the most tokens per second, and Ks as fast as it.
 
-num_accepted[s]   accepted tokens of step s, measured at the largest K
-tokens[s, K]      = 1 + min(num_accepted[s], K)
-length[K]         = mean of tokens[s, K] over steps = 1 + the first K unconditional rates
-best K            the one with the largest length / seconds
-gap[K]            tokens per second of the best K minus those of K
-error[K]          standard error of gap[K]; K differs from the best if the gap exceeds it clearly
+    num_accepted[s]   accepted tokens of step s, measured at the largest K
+    tokens[s, K]      = 1 + min(num_accepted[s], K)
+    length[K]         = mean of tokens[s, K] over steps = 1 + the first K unconditional rates
+    best K            has the largest length / seconds
+    gap[K]            tokens per second of the best K minus those of K
+    error[K]          standard error of gap[K]; K differs if the gap clearly exceeds it
 
 A rate does not depend on the number of positions after it. The lengths assume that it does not
 depend on K through the text either. Prompt lookup may propose other tokens for another K.
@@ -26,7 +26,7 @@ __all__ = [
     "synthetic_lengths",
 ]
 
-# Most acceptance lengths at which a K is timed.
+# Maximum number of acceptance lengths at which a K is timed.
 _MAX_LENGTHS = 4
 # Acceptance of neighbouring steps is correlated, so batches are few and long. With the embedded
 # models and 10 to 170 steps, the 95 % interval from 5 batches covered the truth in 90 - 97 % of
@@ -60,7 +60,7 @@ class Acceptance(NamedTuple):
 
     @property
     def usual_rate(self) -> float:
-        """How often a drafted token was accepted whose predecessors in the step were."""
+        """Conditional rate: the share of drafted tokens accepted after accepted predecessors."""
         counts = self.step_counts
         num_tested = sum(min(n + 1, self.K) for n in counts)
         return sum(counts) / max(num_tested, 1)

@@ -1,9 +1,9 @@
-"""Measures what K is chosen by: how often drafts are accepted, and what steps cost.
+"""Measures the data that choose K: acceptance of drafts, and costs of steps.
 
     step_costs[k] = seconds of a step that drafts k tokens / seconds of one that drafts none
 
-The prompts are decoded once, at the largest K. Steps of all k are steps of one program, which holds
-the target's layers for one row and for K + 1.
+The prompts are decoded once, at the largest K. One program runs the steps of all k. It holds the
+target's layers for one row and for K + 1.
 """
 
 import functools
@@ -68,7 +68,7 @@ def measure_acceptance(workload: Workload, K: int, on_stage: Callable[[str], Non
 
 
 def num_cost_stages(workload: Workload) -> int:
-    """Returns how often `measure_step_costs` calls `on_stage`."""
+    """Returns the number of calls of `on_stage` by `measure_step_costs`."""
     return 1 + workload.num_rounds
 
 
@@ -112,7 +112,7 @@ def _run_steps(
     config: SpeculativeConfig,
     n: int,
 ) -> DecodeState:
-    """Runs steps that each verify k drafted tokens, whether or not the drafter found as many."""
+    """Runs steps that each verify k drafted tokens, even if the drafter finds fewer."""
 
     def body(_: Any, state: DecodeState) -> DecodeState:
         draft, settings = state.draft, state.settings

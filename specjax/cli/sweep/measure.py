@@ -2,8 +2,8 @@
 
     tokens per second = batch size * tokens per step / seconds per step
 
-Seconds per step depend on K and the machine, hardly on acceptance: they are measured under
-synthetic acceptance, from no drafted token accepted to all. Tokens per step depend on the pair,
+Seconds per step depend on K and the machine, hardly on acceptance. They are measured under
+synthetic acceptance, from no accepted drafted token to all. Tokens per step depend on the pair,
 hardly on the machine: `inputs` measures them.
 """
 
@@ -105,14 +105,14 @@ class StepTimes(NamedTuple):
 def buffer_tokens(max_speculative_tokens: int, num_steps: int) -> int:
     """Returns the buffer length after the context, equal for every K.
 
-    = 1 + (num_steps + 1) (K_max + 1): one token of the prefill, the most that the steps can emit,
-    and room for one more draft.
+    = 1 + (num_steps + 1) (K_max + 1): one token of the prefill, the maximum of the steps, and room
+    for one more draft.
     """
     return 1 + (num_steps + 1) * (max_speculative_tokens + 1)
 
 
 def num_stages(workload: Workload) -> int:
-    """Returns how often `measure_acceptance` and `measure_steps` together call `on_stage`."""
+    """Returns the number of calls of `on_stage` by `measure_acceptance` and `measure_steps`."""
     return len(workload.prompts) + (1 + workload.num_rounds) * (workload.max_speculative_tokens + 1)
 
 

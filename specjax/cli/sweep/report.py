@@ -21,7 +21,7 @@ def to_json(
     """Returns the report of a sweep as plain lists, dicts and numbers.
 
     Args:
-      workload: what was measured.
+      workload: of the measurement.
       provenance: device, versions, date, command, pair.
       acceptance: of the prompts, at the largest K.
       times: for each K from 0.
@@ -103,7 +103,7 @@ def _quartiles(values: list[float]) -> JsonObject:
 
 
 def conclusion(report: JsonObject) -> list[str]:
-    """Returns sentences that say which K is best and how certain that is."""
+    """Returns sentences about the best K and its certainty."""
     best, rows = report["best"], report["sweep"]
     row, plain = rows[best["K"]], rows[0]["tokens_per_second"]
     measured, length = _sample_size(report), _with_error(row["acceptance_length"], row)

@@ -1,4 +1,4 @@
-"""Deterministic automata of bytes: a pattern's, by subsets of Thompson's nondeterministic one."""
+"""Deterministic automata of bytes, by the subset construction from Thompson's automaton."""
 
 import functools
 from collections.abc import Iterable
@@ -18,7 +18,7 @@ class ByteAutomaton(NamedTuple):
     """A deterministic automaton of bytes, which begins in state 0.
 
     Attributes:
-      next_states: i32[Q, 256], -1 where no text goes on.
+      next_states: i32[Q, 256], -1 without a continuation.
       accepts: bool[Q], where a text may end.
     """
 
@@ -27,22 +27,22 @@ class ByteAutomaton(NamedTuple):
 
 
 class _Edges:
-    """States of a nondeterministic automaton: each is left by a byte of a set, or by none.
+    """States of a nondeterministic automaton, with an edge by a set of bytes, or empty edges.
 
-    State 0 is the end of the text, and nothing leaves it.
+    State 0 is the end of the text, and has no edge.
     """
 
-    def __init__(self, most_states: int) -> None:
+    def __init__(self, max_states: int) -> None:
         self.values: list[frozenset[int] | None] = []  # None where no byte is read
         self.after: list[tuple[int, ...]] = []
-        self._most_states = most_states
+        self._most_states = max_states
         # By a pattern's identity, as all live as long as the whole one, and the state after it.
         self._starts: dict[tuple[int, int], int] = {}
         self._closures: dict[int, tuple[int, ...]] = {}
         self._new_state(None, ())
 
     def check_size(self, num_parts: int) -> None:
-        """Refuses a pattern of so many parts."""
+        """Refuses a pattern with too many parts."""
         if num_parts > _PARTS_PER_STATE * self._most_states:
             raise ValueError(
                 f"the pattern has more than {self._most_states} states; it needs smaller bounds, "
@@ -56,10 +56,10 @@ class _Edges:
         return len(self.after) - 1
 
     def add(self, pattern: Pattern, end: int) -> int:
-        """Adds what a pattern matches before a state, and returns the state at its beginning.
+        """Adds a pattern before the state `end`, and returns the state at its beginning.
 
-        Each pair (`pattern`, `end`) is added once. So three-byte and four-byte characters share the
-        states of their last bytes.
+        Memoized on (`pattern`, `end`), so three-byte and four-byte characters share the states of
+        their last bytes.
         """
         known = self._starts.get((id(pattern), end))
         if known is None:
@@ -80,8 +80,8 @@ class _Edges:
         return self._add_repeat(pattern, end)
 
     def _add_members(self, pattern: Members, end: int) -> int:
-        # From the last member to the first: what follows if none stands before, what follows a
-        # separator, and what follows a member.
+        # From the last member to the first: the states after no member, after a separator, and
+        # after a member.
         after_none, after_separator, after_some, may_end = end, self._new_state(None, ()), end, True
         for member, required in zip(
             reversed(pattern.members), reversed(pattern.is_required), strict=True
@@ -118,9 +118,9 @@ class _Edges:
         return end
 
     def closure(self, states: Iterable[int]) -> tuple[int, ...]:
-        """Returns the states reached from these by no byte: the end, and those that a byte leaves.
+        """Returns the states reached by empty edges: the end, and those with an edge by a byte.
 
-        Without the others, which decide nothing, more subsets are equal.
+        Other states are left out, so that more subsets are equal.
         """
         closures = [self._closures.get(x) or self._closure(x) for x in states]
         return closures[0] if len(closures) == 1 else tuple(sorted(set().union(*closures)))
@@ -136,15 +136,15 @@ class _Edges:
         return self._closures.setdefault(state, tuple(sorted(kept)))
 
 
-def byte_automaton(pattern: Pattern, most_states: int = 65536) -> ByteAutomaton:
+def byte_automaton(pattern: Pattern, max_states: int = 65536) -> ByteAutomaton:
     """Returns the deterministic automaton of a pattern.
 
     Args:
       pattern: of the whole text.
-      most_states: Q at most.
+      max_states: maximum of Q.
 
     Raises:
-      ValueError: if it has more states, or eight times as many parts; copies of a repeated part are
+      ValueError: if it has more states, or eight times as many parts. Copies of a repeated part are
         counted before they are made.
 
     Example:
@@ -153,7 +153,7 @@ def byte_automaton(pattern: Pattern, most_states: int = 65536) -> ByteAutomaton:
       >>> automaton.next_states[:, 96:99].tolist(), automaton.accepts.tolist()
       ([[-1, 1, -1], [-1, -1, -1]], [True, True])
     """
-    edges = _Edges(most_states)
+    edges = _Edges(max_states)
     first = edges.closure([edges.add(pattern, 0)])
     numbers, waiting, rows, num_parts = {first: 0}, [first], [], 0
     for subset in waiting:
@@ -173,7 +173,7 @@ def byte_automaton(pattern: Pattern, most_states: int = 65536) -> ByteAutomaton:
 
 @functools.lru_cache(maxsize=1024)
 def _split_bytes(sets: tuple[frozenset[int], ...]) -> list[tuple[np.ndarray, tuple[int, ...]]]:
-    """Returns groups of bytes that are in the same sets, each with the indices of those sets."""
+    """Returns groups of bytes that occur in equal sets, each with the indices of those sets."""
     members: dict[int, list[int]] = {}
     for i, values in enumerate(sets):
         for value in values:

@@ -25,21 +25,21 @@ class Bytes:
 
 @dataclasses.dataclass(frozen=True)
 class Sequence:
-    """Parts one after another; none are the empty text."""
+    """Parts one after another; without parts, the empty text."""
 
     parts: tuple["Pattern", ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """One of the options; none match nothing."""
+    """One of the options; without options, no text."""
 
     options: tuple["Pattern", ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class Repeat:
-    """A part at least `least` and at most `most` times; None is without end."""
+    """A part at least `least` and at most `most` times; None is unlimited."""
 
     part: "Pattern"
     least: int = 0
@@ -48,7 +48,7 @@ class Repeat:
 
 @dataclasses.dataclass(frozen=True)
 class Members:
-    """Members in their order and a separator between two of them; those not required may miss."""
+    """Members in order, with a separator between two; those not required may be absent."""
 
     members: tuple["Pattern", ...]
     is_required: tuple[bool, ...]
@@ -62,7 +62,7 @@ _BYTES = tuple(Bytes(frozenset((value,))) for value in range(256))
 
 
 def literal(text: bytes) -> Pattern:
-    """Returns a pattern of this text alone."""
+    """Returns a pattern that matches only this text."""
     return Sequence(tuple(map(_BYTES.__getitem__, text)))
 
 

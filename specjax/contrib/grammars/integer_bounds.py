@@ -1,4 +1,4 @@
-"""Patterns of the decimal integers that are not less than a number, not more, or both."""
+"""Patterns of the decimal integers with a lower bound, an upper bound, or both."""
 
 from specjax.contrib.grammars import byte_pattern as bp
 from specjax.contrib.grammars.byte_pattern import Pattern, byte_range, literal
@@ -62,12 +62,12 @@ def _positive(low: int, high: int) -> Pattern:
 
 
 def _compared(digits: str, *, above: bool, num_same: int = 0) -> Pattern:
-    """Returns a pattern of as many digits: numbers >= `digits` if `above`, else <= `digits`.
+    """Returns a pattern of numbers of equal length: >= `digits` if `above`, else <= `digits`.
 
     Args:
       digits: of a number.
-      above: whether they are not less.
-      num_same: how many of their first digits are the number's.
+      above: whether `digits` is the lower bound.
+      num_same: number of first digits equal to those of `digits`.
     """
     options: list[Pattern] = [literal(digits.encode())]
     for i, digit in enumerate(digits.encode()):

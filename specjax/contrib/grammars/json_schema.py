@@ -1,4 +1,4 @@
-"""`json_schema_grammar`: texts that are JSON by a schema, in its compact form."""
+"""`json_schema_grammar`: the grammar of compact JSON texts of a schema."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -9,7 +9,7 @@ from specjax.contrib.grammars.byte_automaton import byte_automaton
 from specjax.contrib.grammars.byte_pattern import Pattern, byte_range, literal, optional
 from specjax.contrib.grammars.integer_bounds import at_least, at_most, between
 from specjax.contrib.grammars.schema_references import inline_references
-from specjax.contrib.grammars.token_automaton import most_states, token_automaton
+from specjax.contrib.grammars.token_automaton import max_states, token_automaton
 from specjax.file_io import quote
 from specjax.processing.grammar import Grammar
 
@@ -36,27 +36,27 @@ def json_schema_grammar(
 ) -> Grammar:
     r"""Returns a grammar of JSON texts that a schema accepts, then an end-of-sequence token.
 
-    Texts are compact: no white space between values, properties in the schema's order, and none
-    besides them. Every such text can be cut into tokens in any way. The arrays take
+    Texts are compact: no white space between values, properties in the schema's order, and no other
+    properties. Every such text can be cut into tokens in any way. The arrays take
     ``4 Q C + 4 V + 4 Q ceil(V / 32)`` bytes for Q states and C classes of tokens. A character of a
     ``maxLength`` takes 14 states.
 
     Args:
-      schema: with ``type`` (object, array, string, integer, number, boolean, null, or a list of
-        these), ``enum`` and ``const`` (of that type, if there is one) or ``anyOf``; ``properties``
-        and ``required``; ``items``, ``minItems``, ``maxItems``; ``minLength`` and ``maxLength``;
-        ``minimum`` and ``maximum`` of an integer; and ``$ref`` to ``$defs``, none of which is
-        inside itself. A property that is not required may be absent.
+      schema: with ``type``, ``enum`` and ``const`` (of that type, if there is one) or ``anyOf``.
+        A ``type`` is object, array, string, integer, number, boolean, null, or a list of these.
+        Also ``properties`` and ``required``; ``items``, ``minItems``, ``maxItems``; ``minLength``
+        and ``maxLength``; ``minimum`` and ``maximum`` of an integer. Also ``$ref`` to ``$defs``,
+        none of which contains itself. A property that is not required may be absent.
       vocabulary: the bytes of each of the V tokens, as `token_bytes` returns them; empty for a
-        token that is no text. V is the target's, padding included.
-      eos_token_ids: the token or tokens that end a text. Give `generate` the same ones.
+        token without text. V is the target's, padding included.
+      eos_token_ids: the token or tokens that end a text. Pass equal ones to `generate`.
 
     Returns:
       `Grammar` of NumPy arrays; `jax.device_put` places it once.
 
     Raises:
-      ValueError: for another keyword of JSON schema, for a schema that no text follows or that is
-        nested too deeply, or tokens that complete no text. Or if Q is more than 65536, or ``4 Q C``
+      ValueError: for another keyword of JSON schema, for a schema without texts or with too deep
+        nesting, or for tokens that complete no text. Or if Q is more than 65536, or ``4 Q C``
         or ``4 Q ceil(V / 32)`` more than 512 MiB.
 
     Example:
@@ -72,7 +72,7 @@ def json_schema_grammar(
     """
     try:
         pattern = schema_pattern(inline_references(schema), "the schema")
-        automaton = byte_automaton(pattern, most_states(len(vocabulary)))
+        automaton = byte_automaton(pattern, max_states(len(vocabulary)))
     except RecursionError:
         raise ValueError("the schema is nested too deeply; it needs fewer levels.") from None
     return token_automaton(automaton, vocabulary, eos_token_ids)
@@ -86,7 +86,7 @@ def schema_pattern(schema: Any, name: str) -> Pattern:
       name: of the schema, for errors.
 
     Raises:
-      ValueError: for a keyword or a value that is not read.
+      ValueError: for an unsupported keyword or value.
     """
     if not isinstance(schema, Mapping):
         raise ValueError(
@@ -103,7 +103,7 @@ def schema_pattern(schema: Any, name: str) -> Pattern:
             "of them."
         )
     known = [key for kind in kinds for key in _KEYWORDS[kind]]
-    if "number" in kinds:  # a bound would be the number's, too
+    if "number" in kinds:  # a bound would apply to the number, too
         known = [key for key in known if key not in _KEYWORDS["integer"]]
     _refuse_others(schema, ("type", *known), name)
     return bp.Choice(tuple(_PATTERNS[kind](schema, name) for kind in kinds))
@@ -167,7 +167,7 @@ def _value(value: Any) -> Pattern:
 
 
 def _bounds(given: Mapping[str, Any], least: str, most: str, name: str) -> tuple[int, int | None]:
-    """Returns the bounds of a length, 0 and None where there are none."""
+    """Returns the bounds of a length; 0 and None without them."""
     low, high = given.get(least, 0), given.get(most)
     for key, bound in ((least, low), (most, high)):
         if bound is not None and (type(bound) is not int or bound < 0):

@@ -1,4 +1,4 @@
-"""`llguidance_matchers`: matchers of llguidance for `RowMasks`, of any grammar that it reads."""
+"""`llguidance_matchers`: matchers for `RowMasks` of any grammar that llguidance reads."""
 
 import importlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -22,9 +22,9 @@ def llguidance_matchers(
         ``llguidance.LLMatcher.grammar_from_json_schema``, ``grammar_from_lark`` or
         ``grammar_from_regex`` returns it.
       vocabulary: the bytes of each of the V tokens, as `token_bytes` returns them.
-      eos_token_ids: tokens that end a text; give `init` the same ones.
+      eos_token_ids: tokens that end a text; pass equal ones to `init`.
       encode: the tokens of a text, such as ``lambda text: tokenizer.encode(text).ids``.
-        Where only one text can follow, llguidance allows the tokens that it gives.
+        If only one text can follow, llguidance allows these tokens of it.
 
     Returns:
       Matchers that have read nothing.
@@ -66,7 +66,7 @@ def _matcher(kind: Any, tokenizer: Any, grammar: str | Mapping[str, Any]) -> Mat
 
 
 class _Tokens:
-    """What llguidance reads of a tokenizer, by the names that it needs."""
+    """A tokenizer with the attributes that llguidance reads."""
 
     def __init__(
         self, vocabulary: Sequence[bytes], eos: int, encode: Callable[[str], Sequence[int]]

@@ -19,7 +19,7 @@ _MAX_PARTS = 8 * 65536
 
 
 def inline_references(schema: Any) -> Any:
-    """Returns a schema without `$ref`, definitions and notes; what is no schema stays as it is.
+    """Returns a schema without `$ref`, definitions and notes; other values are unchanged.
 
     Args:
       schema: with ``{"$ref": "#/$defs/NAME"}`` or ``"#/definitions/NAME"`` in place of schemas.
@@ -27,7 +27,7 @@ def inline_references(schema: Any) -> Any:
     Raises:
       ValueError: for another reference, one to itself, or other keywords next to one. Or if
         schemas are nested in more than 64 levels, or are too many or too long. Each is counted
-        wherever it is named.
+        at every reference.
 
     Example:
       >>> inline_references({"$defs": {"x": {"type": "null"}}, "items": {"$ref": "#/$defs/x"}})

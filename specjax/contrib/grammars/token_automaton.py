@@ -1,10 +1,10 @@
-"""An automaton of bytes lifted to tokens: each token leads where its bytes do.
+"""An automaton of bytes lifted to tokens: a token moves like the sequence of its bytes.
 
     move(token) = {s: next(s, bytes(token)) for each state s where that exists}
 
-Tokens with equal moves are alike, and a vocabulary has few moves: a token of five plain letters
-takes a string on by five characters, whichever letters they are. So no table of states and tokens
-is ever held, and most time goes into the arrays of `Grammar`.
+Tokens with equal moves form a class, and a vocabulary has few moves. For example, any token of five
+plain letters extends a string by five characters. So no table of states and tokens is ever held,
+and most time goes into the arrays of `Grammar`.
 """
 
 from collections.abc import Iterable, Sequence
@@ -15,7 +15,7 @@ import numpy as np
 from specjax.contrib.grammars.byte_automaton import ByteAutomaton
 from specjax.processing.grammar import Grammar
 
-__all__ = ["most_states", "token_automaton"]
+__all__ = ["max_states", "token_automaton"]
 
 _BITS_PER_WORD = 32
 _MAX_BYTES = 2**29
@@ -23,14 +23,14 @@ _MAX_STATES = 65536
 
 
 class _Move(NamedTuple):
-    """Where a token leads: from each of `sources` i32[N], in order, to one of `targets` i32[N]."""
+    """A token's move from each of `sources` i32[N], in order, to one of `targets` i32[N]."""
 
     sources: np.ndarray
     targets: np.ndarray
 
 
-def most_states(vocab_size: int) -> int:
-    """Returns how many states have masks of at most 512 MiB together, up to 65536."""
+def max_states(vocab_size: int) -> int:
+    """Returns the maximum number of states: masks of at most 512 MiB, at most 65536 states."""
     return min(_MAX_STATES, _MAX_BYTES // (4 * max(1, _num_words(vocab_size))))
 
 
@@ -60,7 +60,7 @@ def token_automaton(
             f"eos_token_ids is {eos}; it needs tokens of the vocabulary, in [0, {len(vocabulary)})."
         )
     moves, numbers = _moves_of_tokens(automaton.next_states, vocabulary)
-    # In one more state a text has ended; the end-of-sequence tokens lead there.
+    # One more state: the text has ended, by an end-of-sequence token.
     end = len(automaton.accepts)
     may_end = np.append(np.flatnonzero(automaton.accepts), end).astype(np.int32)
     moves.append(_Move(may_end, np.full_like(may_end, end)))
@@ -122,7 +122,7 @@ def _key(move: _Move) -> bytes:
 
 
 def _merge(moves: Sequence[_Move]) -> tuple[list[_Move], np.ndarray]:
-    """Returns the distinct moves, and which of them each is, i32[len(moves)]."""
+    """Returns the distinct moves, and the index of each move among them, i32[len(moves)]."""
     known: dict[bytes, int] = {}
     merged: list[_Move] = []
     numbers = []
@@ -181,7 +181,7 @@ def _masks(follows: np.ndarray, classes: np.ndarray) -> np.ndarray:
     padded = np.full(num_words * _BITS_PER_WORD, num_classes - 1, np.int32)
     padded[: len(classes)] = classes
     masks = np.empty((num_states, num_words), np.uint32)
-    known: dict[bytes, int] = {}  # far from a bound, most states are followed by the same tokens
+    known: dict[bytes, int] = {}  # far from a bound, most states have equal sets of next tokens
     for state, row in enumerate(follows):
         alike = known.setdefault(np.packbits(row).tobytes(), state)
         if alike == state:

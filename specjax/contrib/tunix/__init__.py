@@ -3,11 +3,11 @@
     Qwen3, Llama3 or Gemma -> `parameters` names the arrays -> `model` makes a `specjax.Model`
     prompts of a training step -> `rollout` tokenizes, decodes with a drafter and returns texts
 
-`texts` and `sampling_config` read what tunix gives. `group_lookup` is the drafter that looks for a
+`texts` and `sampling_config` read tunix's values. `group_lookup` is the drafter that looks for a
 sample's last tokens in the other samples of its prompt. Open `model` first. Letters: `B` requests,
 `L` tokens of each, `P` of prompts, `V` vocabulary.
 
-Only a `SpecRollout` that is made needs tunix: ``pip install specjax[tunix]``.
+Only the construction of a `SpecRollout` needs tunix: ``pip install specjax[tunix]``.
 """
 
 from specjax.contrib.tunix.group_lookup import group_lookup_drafter

@@ -1,4 +1,4 @@
-"""`group_lookup_drafter`: drafts by what followed a request's last tokens in its group's texts."""
+"""`group_lookup_drafter`: drafts what follows a request's last tokens in its group's texts."""
 
 import functools
 from typing import Any
@@ -19,13 +19,13 @@ def group_lookup_drafter(groups: Any, *, max_ngram: int = 3, min_ngram: int = 1)
 
     The last n tokens of a request are searched in its own text and in those of its group, n from
     `max_ngram` down to `min_ngram`. The occurrence with the most tokens after it wins, counted up
-    to K; of those one in the request's own text, then the latest. Drafts are one-hot.
+    to K. Among equals one in the request's own text wins, then the latest. Drafts are one-hot.
 
-    A draft depends on the texts of other requests, so that a request's tokens do, too; their
+    A draft depends on the texts of other requests. So a request's tokens do, too, but their
     distribution does not. Greedy requests, and those of the method "coupled", keep their tokens.
 
     Args:
-      groups: i32[B], the number of each request's group. It is data: other groups compile nothing.
+      groups: i32[B], the number of each request's group. It is data: a change compiles nothing.
       max_ngram: longest suffix searched, a Python int >= min_ngram.
       min_ngram: shortest suffix searched, a Python int >= 1.
 
@@ -97,7 +97,7 @@ def _look_up(
     max_ngram: int,
     min_ngram: int,
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns the tokens i32[k] that followed a request's last tokens, and how many are drafts."""
+    """Returns the tokens i32[k] after a match of the last tokens, and the number of drafts."""
     size, width = token_ids.shape
     index = jnp.arange(width, dtype=jnp.int32)[None]
     own = jnp.arange(size, dtype=jnp.int32)[:, None] == request

@@ -1,7 +1,7 @@
 """`tunix_model`: a transformer of google-tunix as a `specjax.Model`.
 
-A cache of tunix is written at one index for all requests. Mapped over requests of batch 1, each
-request has an index of its own, so that slot i of its cache is its token i, without holes.
+A cache of tunix is written at one index for all requests. Here the model is mapped over requests of
+batch 1, each with its own index. So slot i of a request's cache is its token i, without holes.
 """
 
 import functools
@@ -19,9 +19,9 @@ from specjax.types import Model
 __all__ = ["CacheLayout", "make_model", "read_layout", "tunix_model"]
 
 _FAMILIES = ("Qwen3", "Llama3", "Gemma")
-# A transformer that is traced under a mesh constrains arrays of whole batches, and these are rows.
+# A transformer traced under a mesh constrains arrays of whole batches, but these are rows.
 _NO_MESH = jax.sharding.Mesh(np.empty((), dtype=object), ())
-# Most tokens of a request that the transformer reads at once; as many slots follow those of a text.
+# Maximum number of tokens that the transformer reads at once, and of extra slots after a text.
 _CHUNK_SIZE = 128
 
 
@@ -31,8 +31,8 @@ def tunix_model(transformer: Any) -> Model:
     `Model.params` hold the transformer's arrays, not copies. Two transformers of one config give
     models that share compiled programs.
 
-    The cache has 128 slots more than a text: what a call writes after a request's last token goes
-    to slots that no later token reads before it has written them.
+    The cache has 128 slots more than a text. A call writes entries after a request's last token,
+    too. Later tokens overwrite these slots before they read them.
 
     Args:
       transformer: a `Qwen3`, `Llama3` or `Gemma` of tunix, Gemma 2 among them, with adapters of
@@ -149,7 +149,7 @@ def _model_functions(graph: Graph, layout: CacheLayout) -> tuple[Any, Any, Any, 
 
 
 def _read_chunks(read: Any, token_ids: jax.Array, positions: jax.Array, cache: Any) -> Any:
-    """Returns what `read` does of i32[B, L] tokens, at most `_CHUNK_SIZE` of a request at once."""
+    """Returns the outputs of `read` for i32[B, L] tokens, in chunks of at most `_CHUNK_SIZE`."""
     size, width = token_ids.shape
     if width <= _CHUNK_SIZE:
         return read(token_ids, positions, cache)
@@ -180,8 +180,8 @@ def _read_row(
 ) -> tuple[jax.Array, jax.Array, Any]:
     """Returns hidden states [L, E], features [L, A * E] and the cache of one request.
 
-    The transformer writes L slots from an index on. Tokens are moved before the padding; without
-    any token the index is that of the slots after the text.
+    The transformer writes L slots from an index on. Tokens are moved before the padding. Without
+    tokens the index is that of the slots after the text.
     """
     num_slots = cache[0]["k"].shape[0]
     is_token = positions >= 0
@@ -198,7 +198,7 @@ def _read_row(
         for number, layer in enumerate(cache)
     }
     with _NO_MESH:
-        # Its logits are not used, and so not computed in a compiled program.
+        # The transformer's logits are unused, so a compiled program drops them.
         _, caches = transformer(token_ids[None], at[None], caches, mask)
     rows = jnp.concatenate([states[-1], *(states[tap] for tap in taps)], axis=-1)[0]
     rows = jnp.roll(rows, first, axis=0)
@@ -211,9 +211,9 @@ def _read_row(
 
 
 def _record_states(transformer: Any) -> list[jax.Array]:
-    """Returns a list that the next call fills: what each layer and the last norm read, its output.
+    """Returns a list that the next call fills: inputs of each layer and the last norm, its output.
 
-    The transformer itself is called, as adapters of LoRA are applied within its call alone.
+    The transformer itself is called, because only its call applies adapters of LoRA.
     """
     states: list[jax.Array] = []
 

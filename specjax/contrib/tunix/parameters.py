@@ -1,6 +1,6 @@
 """The arrays of a transformer by name, and the transformer of such arrays.
 
-In `Model.params` the embedding table and the layers have the places that draft heads read them in.
+In `Model.params` the embedding table and the layers are where draft heads read them.
 """
 
 import dataclasses
@@ -21,8 +21,8 @@ class Graph:
 
     Attributes:
       graphdef: of Flax NNX.
-      treedef: of the state that goes with it.
-      names: of the state's arrays, in its order.
+      treedef: of the state.
+      names: of the state's arrays, in order.
     """
 
     graphdef: Any

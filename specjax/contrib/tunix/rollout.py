@@ -24,7 +24,7 @@ __all__ = ["SpecRollout"]
 
 
 def _base_class() -> Any:
-    """Returns tunix's `BaseRollout`, which its cluster asks for, or `object` without tunix."""
+    """Returns tunix's `BaseRollout`, which its cluster requires, or `object` without tunix."""
     if importlib.util.find_spec("tunix") is None:
         return object
     return importlib.import_module("tunix.rl.rollout.base_rollout").BaseRollout
@@ -37,28 +37,28 @@ _DRAFTS = ("previous_policy", "group_lookup")
 class SpecRollout(_BaseRollout):
     """A rollout engine of google-tunix 0.1.7 that decodes with speculation.
 
-    ``ClusterConfig(rollout_engine=functools.partial(SpecRollout, drafter=...))`` takes it in the
-    place of "vanilla". Prompts, outputs and their padding are as tunix's own sampler has them.
-    Text follows the policy's distribution exactly, whatever drafts. Parameters are arguments of
-    the compiled programs: for new ones nothing compiles.
+    ``ClusterConfig(rollout_engine=functools.partial(SpecRollout, drafter=...))`` uses it instead of
+    "vanilla". Prompts, outputs and their padding are those of tunix's own sampler. Text follows the
+    policy's distribution exactly, whatever drafts. Parameters are arguments of the compiled
+    programs: new ones compile nothing.
 
-    Call number i of `generate` draws with the key of `rollout_config.seed`, or 0, and i folded
-    in: training steps have noise of their own, and a run with one seed is repeatable.
+    Call number i of `generate` draws with the key of `rollout_config.seed`, or 0, and i folded in.
+    So training steps have different noise, and a run with one seed is repeatable.
 
     Args:
-      rollout_actor: the policy, a transformer that `tunix_model` takes. Every call reads its
-        arrays anew, until `update_params` brings others: a trainer that shares it sends nothing.
-      tokenizer: as tunix takes it: `encode`, `decode`, `bos_id`, `eos_id` and `pad_id`.
-      mesh: where rollouts run. Arrays on other devices are copied there. None is where they are.
+      rollout_actor: the policy, a transformer of `tunix_model`. Every call reads its arrays again,
+        until `update_params` replaces them: a trainer that shares it sends nothing.
+      tokenizer: tunix's, with `encode`, `decode`, `bos_id`, `eos_id` and `pad_id`.
+      mesh: of rollouts. Arrays on other devices are copied there. None leaves them in place.
       rollout_config: of training. Its temperature is that of `get_per_token_logps`.
-      drafter: a `Drafter`; a function of the policy as a `Model` that returns one, such as one
-        that puts a draft head on it; "previous_policy", the policy before the last change of its
-        parameters; "group_lookup", `group_lookup_drafter` over equal prompts of a call; None is
+      drafter: a `Drafter`, or a function that returns one from the policy as a `Model`, for example
+        with a draft head. "previous_policy" drafts with the policy before the last change of its
+        parameters. "group_lookup" is `group_lookup_drafter` over equal prompts of a call. None is
         plain decoding.
       config: a `SpeculativeConfig`. None is the default one.
 
     Attributes:
-      mesh: as given.
+      mesh: of the argument.
       metrics: `Metrics` of the last `generate`, None before it.
 
     Raises:
@@ -108,11 +108,11 @@ class SpecRollout(_BaseRollout):
     def generate(self, prompts: str | Sequence[str], rollout_config: Any, **options: Any) -> Any:
         """Returns tunix's `RolloutOutput` of one text for each prompt.
 
-        Buffers have room for `max_prompt_length` and `max_tokens_to_generate`; prompts of other
-        lengths compile nothing. `top_p` None is greedy, as it is to tunix's sampler.
+        Buffers have room for `max_prompt_length` and `max_tokens_to_generate`, so prompts of other
+        lengths compile nothing. `top_p` None is greedy, as in tunix's sampler.
 
         Args:
-          prompts: strings. Equal ones are a group.
+          prompts: strings. Equal ones form a group.
           rollout_config: tunix's `RolloutConfig`: `max_tokens_to_generate`, `max_prompt_length`,
             `temperature`, `top_p`, `top_k`, `seed`, `eos_tokens` and `return_logprobs` are read.
           **options: ignored.
@@ -162,7 +162,7 @@ class SpecRollout(_BaseRollout):
     ) -> jax.Array:
         """Returns f32[B, L], log-probabilities of completions by the policy.
 
-        They are at the training temperature and without top-k or top-p, as the trainer's own are.
+        They are at the training temperature and without top-k or top-p, like the trainer's own.
 
         Args:
           prompt_tokens: i32[B, P], left-padded.
@@ -185,12 +185,12 @@ class SpecRollout(_BaseRollout):
         return logprobs
 
     def update_params(self, params: Any, filter_types: tuple[Any, ...] | None = None) -> None:
-        """Takes new parameters, in the dtypes and where the policy's are.
+        """Takes new parameters, in the dtypes and on the devices of the policy's.
 
         Args:
           params: a state of Flax NNX, or nested dicts of arrays; some of the parameters, such as
             those of LoRA, or all.
-          filter_types: what `params` were filtered by; not needed here.
+          filter_types: the filter of `params`; ignored.
 
         Raises:
           ValueError: for a parameter that the policy does not have.
@@ -218,18 +218,18 @@ class SpecRollout(_BaseRollout):
         return self._actor
 
     def _arrays(self) -> dict[str, Any]:
-        """Returns the policy's arrays by name, without what a trainer's calls leave in it."""
+        """Returns the policy's arrays by name, without intermediates of a trainer's calls."""
         arrays = split_transformer(self._actor)[1]
         return {name: arrays[name] for name in self._graph.names}
 
     def _put(self, arrays: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns arrays where the policy's were at the start: elsewhere, programs compile anew."""
+        """Returns arrays on the policy's first devices: elsewhere programs compile again."""
         return {
             name: jax.device_put(array, self._placements[name]) for name, array in arrays.items()
         }
 
     def _next_policy(self) -> Model:
-        """Returns the policy, and keeps the one before it if it drafts."""
+        """Returns the policy, and keeps the previous one if that drafts."""
         arrays = self._arrays()
         if self._drafter == "previous_policy":
             last = self._policy or arrays
@@ -252,7 +252,7 @@ class SpecRollout(_BaseRollout):
 
 
 def _place(array: jax.Array, mesh: Any) -> Any:
-    """Returns where an array of the policy is to lie: where it is, if that is on the mesh."""
+    """Returns the sharding of a policy's array: its own, if that is on the mesh."""
     sharding = array.sharding
     if mesh is None or sharding.device_set == set(mesh.devices.flat):
         return sharding

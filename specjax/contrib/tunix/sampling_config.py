@@ -1,4 +1,4 @@
-"""What a `RolloutConfig` of tunix says of sampling, as arguments of `specjax.generate`."""
+"""The sampling fields of a tunix `RolloutConfig`, as arguments of `specjax.generate`."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ __all__ = ["read_filters", "read_key", "read_temperature"]
 
 
 def read_temperature(rollout_config: Any) -> float:
-    """Returns the temperature; 0 is greedy, and so is `top_p` None to tunix's sampler."""
+    """Returns the temperature; 0 is greedy, and so is `top_p` None in tunix's sampler."""
     return 0.0 if rollout_config.top_p is None else float(rollout_config.temperature)
 
 

@@ -17,7 +17,7 @@ class Prompts(NamedTuple):
     Attributes:
       token_ids: i32[B, P], padded at the end.
       lengths: i32[B].
-      left_padded: i32[B, P], padded at the beginning, as tunix has them.
+      left_padded: i32[B, P], padded at the beginning, as in tunix.
     """
 
     token_ids: np.ndarray
@@ -28,7 +28,7 @@ class Prompts(NamedTuple):
 def read_prompts(tokenizer: Any, prompts: Sequence[str], width: int | None) -> Prompts:
     """Returns the tokens of prompts as tunix's sampler reads them.
 
-    Each begins with one token of a beginning, if the tokenizer has it.
+    Each begins with one beginning-of-sequence token, if the tokenizer has it.
 
     Args:
       tokenizer: tunix's `TokenizerAdapter`.
@@ -61,7 +61,7 @@ def cut_texts(
       eos: tokens that end a text.
 
     Raises:
-      ValueError: if a text ended at logits that are no distribution.
+      ValueError: if a text ended at logits that are not a distribution.
     """
     invalid = np.flatnonzero(output.finish == Finish.INVALID)
     if invalid.size:

@@ -1,4 +1,4 @@
-"""Attention in plain JAX: over a cache that is indexed by position, and over whole sequences.
+"""Attention in plain JAX, over a cache indexed by position and over whole sequences.
 
 Axes: `B` requests, `T` new tokens, `S` cache slots, `G` key-value heads, `R` query heads per
 key-value head, `D` head dimension.
@@ -30,12 +30,12 @@ def attend(
 ) -> tuple[jax.Array, Any]:
     """Writes keys and values at their positions, and attends to all slots up to each token's own.
 
-    Where `spec` is not causal, each token attends to all slots up to the request's last token.
+    If `spec` is not causal, each token attends to all slots up to the request's last token.
 
     Args:
       heads: [B, T, G * R + 2 * G, D], queries, keys and values, none of them rotated.
       cos_sin: cosines and sines of the rotary embeddings, two f32[B, T, 1, D / 2].
-      positions: i32[B, T], none twice in a request but -1, which is no token. The others of a
+      positions: i32[B, T], distinct in a request except for -1, which is no token. The others of a
         request lie within T consecutive positions.
       cache: keys and values, two [B, G, S, D].
       spec: scale, window and soft cap.
@@ -47,7 +47,7 @@ def attend(
     groups, slots, head_dim = keys.shape[1:]
     q, k, v = _split(heads, cos_sin, groups)
     keys, values = write_entries((keys, values), positions, (k, v))
-    # The query heads that share a key head are rows of one product with it.
+    # The query heads of a key head are rows of one product with it.
     q = q.reshape(batch, tokens, groups, -1, head_dim).transpose(0, 2, 3, 1, 4)
     q = q.reshape(batch, groups, -1, head_dim)
     is_one = batch == tokens == 1
@@ -71,7 +71,7 @@ def _scores(q: jax.Array, keys: jax.Array) -> jax.Array:
 
 
 def _scores_of_one(q: jax.Array, keys: jax.Array) -> jax.Array:
-    """Returns what `_scores` does: sums that read the cache where it lies.
+    """Returns the scores of one token as sums, which read the cache without a copy.
 
     For a product of so few rows, XLA on a CPU transposes all keys and copies all values twice.
     """
@@ -80,7 +80,7 @@ def _scores_of_one(q: jax.Array, keys: jax.Array) -> jax.Array:
 
 
 def _average_of_one(weights: jax.Array, values: jax.Array) -> jax.Array:
-    """Returns `weights @ values` in the same way."""
+    """Returns `weights @ values` of one token, also as sums."""
     products = weights[..., None].astype(jnp.float32) * values[..., None, :, :].astype(jnp.float32)
     return jnp.sum(products, axis=-2).astype(weights.dtype)
 
@@ -96,7 +96,7 @@ def write_entries(cache: Any, positions: jax.Array, entries: Any) -> Any:
     (batch, tokens), slots = positions.shape, cache[0].shape[2]
     if batch == 1 and tokens <= slots:
         return _write_window(cache, positions[0], entries)
-    # One past the end, which is dropped: an index of -1 would write the last slot.
+    # One past the end is dropped; an index of -1 would write the last slot.
     index = jnp.where(positions < 0, slots, positions)
     rows = jnp.arange(batch)[:, None]
     return jax.tree.map(
@@ -105,9 +105,9 @@ def write_entries(cache: Any, positions: jax.Array, entries: Any) -> Any:
 
 
 def _write_window(cache: Any, positions: jax.Array, entries: Any) -> Any:
-    """Returns what `write_entries` does for one request: T slots are read, changed and written.
+    """Returns one request's cache with its entries: T slots are read, changed and written.
 
-    A scatter would take XLA more than half of its time on a CPU, once for every layer.
+    A scatter per layer would take more than half of XLA's time on a CPU.
     """
     tokens, slots = positions.shape[0], cache[0].shape[2]
     first = jnp.min(jnp.where(positions < 0, slots, positions))
@@ -138,11 +138,11 @@ def causal_attention(
       cos_sin: cosines and sines of the rotary embeddings, two f32[B, T, 1, D / 2].
       groups: G.
       spec: scale, window and soft cap.
-      implementation: of `jax.nn.dot_product_attention`, which has no soft cap: with one it
+      implementation: of `jax.nn.dot_product_attention`, which has no soft cap. With a soft cap it
         needs to be "xla" or None.
 
     Raises:
-      ValueError: if a soft cap is to go through another implementation.
+      ValueError: for a soft cap with another implementation.
     """
     batch, length, _, head_dim = heads.shape
     if spec.softcap is None:

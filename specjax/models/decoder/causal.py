@@ -1,4 +1,4 @@
-"""Whole sequences through a decoder, without a cache: what training and measurements read.
+"""Whole sequences through a decoder without a cache, for training and measurements.
 
 Axes: `B` requests, `T` tokens, `E` hidden, `A` taps.
 """
@@ -31,7 +31,7 @@ def causal_hidden(
       implementation: of `jax.nn.dot_product_attention`; None is its own choice.
 
     Returns:
-      What `apply` gives for these tokens on an empty cache.
+      The hidden states of `apply` for these tokens on an empty cache.
 
     Example:
       >>> from specjax.models import build
@@ -49,7 +49,7 @@ def causal_taps(
     taps: tuple[int, ...],
     implementation: AttentionBackend = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns what `causal_hidden` does, and the features [B, T, A * E] of taps, for training.
+    """Returns the states of `causal_hidden`, and features [B, T, A * E] of taps, for training.
 
     Args:
       config: sizes and constants.

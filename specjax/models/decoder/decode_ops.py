@@ -1,7 +1,8 @@
 """Operations of a decode step through the kernels: split-K products, deferred norms, attention.
 
-Between operations a row is a `DeferredNorm` and a product a `PartialProduct`: what reads them does
-what is left to do. Where a kernel has no tiling for the shapes, XLA does that one operation.
+Norms and split-K sums are lazy: between operations a row is a `DeferredNorm` and a product a
+`PartialProduct`, and the next operation finishes them. If a kernel has no tiling for the shapes,
+XLA runs that one operation.
 Axes: `B` requests, `T` tokens with padding, `E` hidden, `N` of a product, `Q` split-K parts.
 """
 
@@ -44,12 +45,12 @@ __all__ = [
 
 
 class KernelChoice(NamedTuple):
-    """What the kernels of one decode step are to use.
+    """Settings of the kernels of one decode step.
 
     Attributes:
-      config: sizes that are not the default ones.
+      config: sizes other than the defaults.
       shared_memory_bytes: of a program.
-      supports_pdl: whether a kernel can start before the one before it has ended (sm_90).
+      supports_pdl: whether a kernel can start before the previous one has ended (sm_90).
       interpret: run in Pallas' interpreter.
     """
 
@@ -60,7 +61,7 @@ class KernelChoice(NamedTuple):
 
 
 def kernel_choice(implementation: Implementation) -> KernelChoice:
-    """Returns what an implementation says that the kernels are to use."""
+    """Returns the kernels' settings by an implementation."""
     config, device = implementation.config(DecodeConfig), implementation.device_facts()
     return KernelChoice(
         config, device.shared_memory_bytes, device.supports_pdl, implementation.interpret
@@ -68,7 +69,7 @@ def kernel_choice(implementation: Implementation) -> KernelChoice:
 
 
 class DeferredNorm(NamedTuple):
-    """Rows of an RMSNorm that may still have to be divided by their root mean square.
+    """Rows of an RMSNorm, whose division by the root mean square may be deferred.
 
     Attributes:
       rows: [B, T, E].
@@ -91,7 +92,7 @@ class PartialProduct(NamedTuple):
     squares: jax.Array | None = None
 
     def reduce(self, norm: NormSpec | None = None) -> jax.Array:
-        """Returns the product [B, T, N], in float32 if anything was left to do.
+        """Returns the product [B, T, N], in float32 if a sum or division was deferred.
 
         `norm` is the deferred one, read only if there are squares.
         """
@@ -122,7 +123,7 @@ class HeadNorms(NamedTuple):
 def can_defer_norm(x: jax.Array) -> bool:
     """Returns whether the division of a norm of rows may follow their product.
 
-    Not in float16: residual streams reach thousands, and their products do not fit undivided.
+    Not in float16: residual streams reach thousands, and undivided products would overflow.
     """
     return x.dtype != jnp.float16
 
@@ -155,10 +156,10 @@ def matmul(
 
     Args:
       x: rows.
-      matrix: what they are multiplied by.
+      matrix: the right factor.
       choice: of the kernels.
-      next_is_kernel: whether a kernel of ours alone reads the parts: then it may start early.
-      is_summed: whether products of other devices are added: then no part is rounded.
+      next_is_kernel: whether only a kernel of this library reads the parts, which may start early.
+      is_summed: whether products of other devices are added, so that no part is rounded.
     """
     tiling = product_tiling(x, matrix, choice)
     if tiling is None:
@@ -228,12 +229,12 @@ def attention(
       qkv: [B, T', (H + 2 * G) * D], queries, keys and values, none of them rotated; rows from T on
         are padding.
       cos_sin: of the rotary embeddings, two f32[B, T, 1, D / 2].
-      positions: i32[B, T], none twice in a request but -1, which is no token.
+      positions: i32[B, T], distinct in a request except for -1, which is no token.
       cache: keys and values, two [B, G, S, D].
       choice: of the kernels.
       spec: scale, window and soft cap.
       norm: the deferred norm of `qkv`.
-      head_norms: of queries and keys; None if they have none, or went through them. Only where
+      head_norms: of queries and keys; None if they have none, or are normed already. Only where
         `kv_tiling` has a tiling.
 
     Returns:

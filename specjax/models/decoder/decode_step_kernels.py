@@ -1,7 +1,7 @@
-"""One step of few tokens through a decoder or a layer, or a product of theirs, by the kernels.
+"""A step of few tokens through a decoder or a layer, or one product, by the kernels.
 
-Reads the parameters of the plain steps in `transformer` and `layers`, and returns the same arrays.
-Between layers the residual stream is on its way through the next norm.
+Reads the parameters of the plain steps in `transformer` and `layers`, and returns equal arrays.
+Between layers the residual stream has begun its next norm.
 Axes: `B` requests, `T` new tokens, `E` hidden, `D` head dimension.
 """
 
@@ -41,21 +41,21 @@ from specjax.models.decoder.layers import (
 __all__ = ["decode_step", "layer_step", "product"]
 
 _MIN_ROWS = 8
-# Numbers of parts beyond a product's own that are sent rather than added: 256 KB. On two H200s a
-# sum of these takes 1.6 us longer than one of 16 KB, and the launch that adds parts takes 1.7.
+# Maximum of extra numbers, beyond one product, that devices exchange as unsummed parts: 256 KB. On
+# two H200s that psum takes 1.6 us longer than one of 16 KB; the launch that adds parts takes 1.7.
 _MAX_SENT_NUMBERS = 1 << 16
 
 
 def _num_padding_tokens(batch: int, tokens: int) -> int:
-    """Returns how many more tokens each request is given, so that XLA has 8 rows to multiply.
+    """Returns the number of padding tokens per request, so that XLA multiplies 8 rows.
 
-    It reads weights at half the rate for fewer rows.
+    XLA reads weights at half the rate for fewer rows.
     """
     return max(-(-_MIN_ROWS // batch) - tokens, 0)
 
 
 def _is_in_kernels(layer: Layer, x: Any, choice: KernelChoice) -> bool:
-    """Returns whether kernels make all products of a layer: they pad rows to their tiles."""
+    """Returns whether kernels run all products of a layer, and pad rows to their tiles."""
     attention, mlp = layer.attention, layer.mlp
     tilings = [product_tiling(x, mlp.gate_up[...], choice, is_gated=True)]
     for matrix in (attention.qkv, attention.out, mlp.down):
@@ -113,7 +113,7 @@ def _layer(
     positions: jax.Array,
     cache: Any,
 ) -> tuple[jax.Array, DeferredNorm, Any]:
-    """Returns the stream after a layer, the same through the norm that follows, and the cache."""
+    """Returns the stream after a layer, its following norm, and the cache."""
     layer, norm = nnx.merge(graph, state)
     x, parts, cache = _advance(layer, choice, x, normed, cos_sin, positions, cache)
     return *_add_and_begin(norm, x, parts, layer.mlp_out_norm, choice), cache
@@ -137,14 +137,14 @@ def layer_step(
       cos_sin: of the layer's rotary embeddings.
       positions: i32[B, T], -1 for no token.
       cache: keys and values.
-      rows: what attention reads instead of the norm of x, or None.
+      rows: the input of attention instead of the norm of x, or None.
     """
     choice = kernel_choice(implementation)
     if rows is None:
         normed = _begin_norm(layer.attention_norm, x, choice)
     else:
         normed = DeferredNorm(rows, None)
-    # XLA reads the parts here: no kernel of ours follows.
+    # XLA reads the parts here: no kernel of this library follows.
     x, parts, cache = _advance(
         layer, choice, x, normed, cos_sin, positions, cache, next_is_kernel=False
     )
@@ -158,7 +158,7 @@ def product(implementation: Implementation, x: jax.Array, matrix: jax.Array) -> 
     Args:
       implementation: resolved, and not plain JAX.
       x: rows.
-      matrix: what they are multiplied by.
+      matrix: the right factor.
     """
     batch, tokens = x.shape[:2]
     padding = _num_padding_tokens(batch, tokens)
@@ -228,8 +228,8 @@ def _advance(
 def _sum_parts(parts: jax.Array, axis_name: str | None) -> jax.Array:
     """Returns split-K parts summed over devices, f32[Q, B, T, E]; without an axis the parts.
 
-    Few rows travel as parts, which the next kernel adds: that takes less time than a launch that
-    adds them before. Many are added first, Q = 1.
+    Few rows are sent as parts, which the next kernel adds: that is faster than a launch that adds
+    them first. The parts of many rows are added first, Q = 1.
     """
     if axis_name is None:
         return parts
@@ -246,7 +246,7 @@ def _project(
     keys: jax.Array,
     norm: Any,
 ) -> tuple[PartialProduct, HeadNorms | None]:
-    """Returns queries, keys and values [B, T', heads * D], none rotated, and norms left to do."""
+    """Returns queries, keys and values [B, T', heads * D], none rotated, and deferred norms."""
     bias, query_norm, key_norm = module.qkv_bias, module.query_norm, module.key_norm
     rows = (x.rows.shape[1], module.num_heads + 2 * module.num_kv_heads)
     is_kernel = kv_tiling(rows, positions.shape, keys, choice) is not None
@@ -268,7 +268,7 @@ def _project(
 
 
 def _begin_norm(norm: RMSNorm, x: jax.Array, choice: KernelChoice) -> DeferredNorm:
-    """Returns the norm of rows, whose division is deferred if it can be."""
+    """Returns the norm of rows, with its division deferred where possible."""
     if not can_defer_norm(x):
         return DeferredNorm(norm(x), None)
     return add_and_begin_norm(x, None, norm.weight[...], norm.spec, choice)[1]
@@ -277,7 +277,7 @@ def _begin_norm(norm: RMSNorm, x: jax.Array, choice: KernelChoice) -> DeferredNo
 def _add_and_begin(
     norm: RMSNorm, x: jax.Array, parts: jax.Array, out_norm: RMSNorm | None, choice: KernelChoice
 ) -> tuple[jax.Array, DeferredNorm]:
-    """Returns the stream with a product added, normed before if asked, and `norm` of the sum."""
+    """Returns the stream plus a product, optionally normed, and `norm` of the sum."""
     if out_norm is None and can_defer_norm(x):
         return add_and_begin_norm(x, parts, norm.weight[...], norm.spec, choice)
     x = residual_add(x, PartialProduct(parts).reduce().astype(x.dtype), out_norm)

@@ -1,7 +1,7 @@
-"""Chooses the implementation of a decoder's or a layer's step, or a product: JAX or the kernels.
+"""Chooses the implementation of a decoder's or layer's step, or of a product: JAX or the kernels.
 
-The choice is made once per step. The plain step holds nothing that exists for the kernels; the
-kernels' step is `specjax.models.decoder.decode_step_kernels`, which is imported where it runs.
+The choice is made once per step. The plain step has no code for the kernels. Their step is
+`specjax.models.decoder.decode_step_kernels`, which is imported where it runs.
 """
 
 import functools
@@ -66,7 +66,7 @@ def run_layer(
       positions: i32[B, T], -1 for no token.
       cache: keys and values, two [B, G, S, D].
       implementation: None chooses at lowering; a name means that one.
-      rows: what attention reads instead of the norm of the stream, or None.
+      rows: the input of attention instead of the norm of the stream, or None.
     """
 
     def kernels(*operands: Any) -> Any:
@@ -86,7 +86,7 @@ def run_product(
 
     Args:
       x: rows.
-      matrix: what they are multiplied by.
+      matrix: the right factor.
       implementation: None chooses at lowering; a name means that one.
     """
 
@@ -105,7 +105,7 @@ def _choose_step(
     module: nnx.Module,
     *operands: Any,
 ) -> Any:
-    """Runs one of two steps of a module.
+    """Returns the outputs of one of two steps of a module.
 
     Args:
       implementation: None chooses at lowering; a name means that one.
@@ -135,7 +135,7 @@ def _choose(
 ) -> Any:
     """Returns one of two functions of the operands; derivatives are those of the plain one.
 
-    More than 64 rows, such as a prompt, take the plain function: the kernels would read every
+    More than 64 rows, such as a prompt, take the plain function. The kernels would read every
     matrix again for each 64 rows.
 
     Args:

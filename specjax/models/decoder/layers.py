@@ -59,11 +59,11 @@ def linear(
 
 
 def sum_shares(y: jax.Array, axis_name: str | None) -> jax.Array:
-    """Returns the sum of the devices' parts of a product, rounded once; without an axis y.
+    """Returns the sum of the devices' parts of a product, rounded once; y itself without an axis.
 
     Args:
       y: this device's part.
-      axis_name: the mesh axis over which the product's summed axis lies, or None.
+      axis_name: the mesh axis over which the product's summed axis is split, or None.
     """
     if axis_name is None:
         return y
@@ -76,7 +76,7 @@ def summed_linear(
     bias: nnx.Param | jax.Array | None,
     axis_name: str | None,
 ) -> jax.Array:
-    """Returns `linear` of rows and a matrix whose summed axis lies over a mesh axis, if it does.
+    """Returns the row-parallel `linear`: a sum over `axis_name`, if it is not None.
 
     Args:
       x: [B, T, K], this device's columns.
@@ -92,7 +92,7 @@ def summed_linear(
 
 
 def embed_tokens(table: jax.Array, token_ids: jax.Array, axis_name: str | None) -> jax.Array:
-    """Returns embeddings [B, T, E], of a table whose rows lie over a mesh axis, if they do.
+    """Returns embeddings [B, T, E]; the table's rows are split over `axis_name`, if it is not None.
 
     Args:
       table: [V, E], this device's rows.
@@ -101,7 +101,7 @@ def embed_tokens(table: jax.Array, token_ids: jax.Array, axis_name: str | None) 
     """
     if axis_name is None:
         return table[token_ids]
-    # One device has each token's row, and the others add 0.
+    # One device has a token's row, and the others add 0.
     rows = token_ids - jax.lax.axis_index(axis_name) * len(table)
     is_here = (rows >= 0) & (rows < len(table))
     here = jnp.where(is_here[..., None], table[jnp.where(is_here, rows, 0)], 0)
@@ -128,7 +128,7 @@ def rms_norm(x: jax.Array, scale: jax.Array, spec: NormSpec) -> jax.Array:
     scale = jnp.broadcast_to(scale, x.shape)
     if not spec.offset:
         return y.astype(x.dtype) * scale
-    # In float32, as it was trained: offset and weight do not add up in a short float.
+    # In float32, as trained: a short float cannot hold offset + weight.
     return (y * (spec.offset + scale.astype(jnp.float32))).astype(x.dtype)
 
 
@@ -158,7 +158,7 @@ class Attention(nnx.Module):
 
     Args:
       config: sizes and constants.
-      layer: number of the layer, which decides on its window.
+      layer: number of the layer, which decides its window.
       rngs: source of the initial weights.
       axis_name: as in `Layer`.
     """
@@ -231,7 +231,7 @@ class MLP(nnx.Module):
 class Layer(nnx.Module):
     """Pre-norm attention and MLP, each added to the residual stream.
 
-    With `sandwich_norms` what is added is normed first.
+    With `sandwich_norms` the outputs of both are normed first.
 
     Args:
       config: sizes and constants.
@@ -273,7 +273,7 @@ class Layer(nnx.Module):
           cos_sin: of the layer's rotary embeddings, two f32[B, T, 1, D / 2].
           positions: i32[B, T], -1 for no token.
           cache: keys and values, two [B, G, S, D].
-          rows: [B, T, W], what attention reads instead of the norm of x, or None.
+          rows: [B, T, W], the input of attention instead of the norm of x, or None.
         """
         rows = self.attention_norm(x) if rows is None else rows
         y, cache = self.attention(rows, cos_sin, positions, cache)

@@ -63,8 +63,8 @@ def _scaled(frequencies: jax.Array, scaling: RopeScaling) -> jax.Array:
     """Returns frequencies scaled for sequences longer than those of pretraining.
 
     "linear" divides every frequency. "llama3" divides those of long waves and keeps those of short
-    waves. Between `low_freq_factor` and `high_freq_factor`, in waves per length of
-    pretraining, it passes from one to the other.
+    waves. Between `low_freq_factor` and `high_freq_factor`, in waves per pretraining length, it
+    interpolates.
     """
     if scaling.kind == "linear":
         return frequencies / scaling.factor

@@ -23,11 +23,11 @@ __all__ = [
 
 @dataclasses.dataclass(frozen=True)
 class AttentionSpec:
-    """How one layer weighs the slots of its cache.
+    """Constants of one layer's attention.
 
     Attributes:
       scale: multiplies the scores.
-      window: how many tokens a token attends to, itself included; None is all.
+      window: number of tokens that a token attends to, itself included; None is all.
       softcap: c, where scores s become c tanh(s / c), or None.
       is_causal: whether a token attends to slots up to its own; else to those up to the last new
         token of its request.
@@ -82,16 +82,16 @@ def last_visible(positions: list[jax.Array], spec: AttentionSpec) -> list[jax.Ar
 def cache_entries(keys: jax.Array, values: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns keys and values as a cache holds them: non-finite values are 0, their keys NaN.
 
-    A masked slot has weight 0, and 0 * NaN is NaN. So values have to be finite, or rows depend on
-    masked slots. The NaN in the key makes every row NaN that attends to the slot, so that an
-    overflow is not hidden.
+    A masked slot has weight 0, and 0 * NaN is NaN. So values must be finite, or rows would depend
+    on masked slots. The NaN in the key makes every row NaN that attends to the slot, so an overflow
+    is not hidden.
 
     Args:
       keys: of the cache's dtype, rotated.
       values: of the cache's dtype and the keys' shape.
     """
-    # x - x is NaN where x is not finite, and 0 elsewhere. Kernels have to do this with few
-    # instructions: `isfinite` takes two comparisons.
+    # x - x is NaN where x is not finite, and 0 elsewhere: one instruction for kernels, where
+    # `isfinite` takes two comparisons.
     keys = keys - (keys - keys) - (values - values)
     return keys, jnp.where(jnp.abs(values) < jnp.inf, values, jnp.zeros((), values.dtype))
 

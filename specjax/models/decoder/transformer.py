@@ -1,7 +1,7 @@
 """One decoder for all families: its module, and its view as pure functions.
 
-Every layer has arrays of its own: a stack of layers under a scan copies each layer's slice
-before using it.
+Every layer has separate arrays: a scan over stacked layers would copy each layer's slice before
+using it.
 Axes: `B` requests, `T` new tokens, `E` hidden, `V` vocabulary.
 """
 
@@ -85,7 +85,7 @@ class Transformer(nnx.Module):
     def plain(
         self, token_ids: jax.Array, positions: jax.Array, cache: Any, taps: tuple[int, ...] = ()
     ) -> tuple[jax.Array, tuple[jax.Array, ...], Any]:
-        """Returns what `run_decoder` returns, in plain JAX."""
+        """Returns hidden states, taps and cache as `run_decoder` does, in plain JAX."""
         x, cos_sin, written = self.embed(token_ids), self.cos_sin(positions), []
         states = [x]
         for layer, entry in zip(self.layers, cache, strict=True):
@@ -115,7 +115,7 @@ class Transformer(nnx.Module):
         return self.norm(x), tuple(states[tap] for tap in taps)
 
     def logits(self, hidden: jax.Array) -> jax.Array:
-        """Returns logits [..., V] of hidden states [..., E], this device's of a share."""
+        """Returns logits [..., V] of hidden states [..., E]; of a share, this device's logits."""
         table = self.embedding if self.config.tie_word_embeddings else self.head
         logits = table_logits(table[...], hidden)
         cap = self.config.logit_softcap
@@ -207,7 +207,7 @@ def tap_function(
     implementation: str | Implementation | None = None,
     axis_name: str | None = None,
 ) -> Any:
-    """Returns `apply_with_taps` as `specjax.types.Model` describes it, of `functions`' model.
+    """Returns `apply_with_taps`, as `specjax.types.Model` describes it, of this configuration.
 
     Args:
       config: sizes and constants.
@@ -215,7 +215,8 @@ def tap_function(
       axis_name: as in `functions`.
 
     Raises:
-      ValueError: the function, if a tap is none of 0 to the number of layers, or there is none.
+      ValueError: by the returned function, if a tap is not in 0 to the number of layers, or if
+        there is no tap.
     """
 
     def apply_with_taps(

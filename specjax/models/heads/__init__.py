@@ -1,18 +1,18 @@
-"""Trained draft heads that people publish: their forward passes, their drafters, their folders.
+"""Published draft heads: their forward passes, drafters and folders.
 
-A head reads the target's residual stream after some layers, its taps. Open `eagle3` first. What
-both kinds do alike is in the modules that are named after neither.
+A head reads the target's residual stream after some layers, its taps. Open `eagle3` first. Modules
+that are named after neither kind serve both.
 
 | module | what it holds |
 |---|---|
 | `eagle3` | EAGLE-3: variants, forward pass, and a head over its own outputs, for training |
 | `dflash` | DFlash: variants, forward pass over a block |
 | `drafters` | the drafters of both |
-| `head_target` | what a head uses of its target; refuses a head of another target |
-| `sample_block` | draws a block whose rows of logits are there at once |
+| `head_target` | the parts of its target that a head uses; refuses a head of another target |
+| `sample_block` | draws a block from ready logits |
 | `eagle3_folder`, `dflash_folder` | their folders: read in every format, written in one |
-| `head_folder` | what a folder drafts with; tensors under the names of every format |
-| `head_fields` | what the formats of `config.json` have in common: layer, taps, drafted tokens |
+| `head_folder` | the kind of a folder; tensors under the names of every format |
+| `head_fields` | common fields of the formats of `config.json`: layer, taps, drafted tokens |
 
 Only `load_drafter` and the package of models import this room.
 """

@@ -6,8 +6,8 @@
     x      = layers(rows), each row attending to all K, V
     logits of the token at position n - 1 + j = lm_head(norm(x[j])),  j = 1, 2, ...
 
-taps[t] are the target's residual streams after some layers, at token t. The rows do not see what is
-drafted at the other rows, so q of a block is the product of its rows' softmaxes. With
+taps[t] are the target's residual streams after some layers, at token t. A row does not see the
+tokens drafted at other rows, so q of a block is the product of its rows' softmaxes. With
 `sample_from_anchor`, as DeepSpec trains, row j is for the token at position n + j, and row 0 drafts
 too. Committed tokens have no queries: their keys and values are those of c alone.
 Axes: `B` requests, `T` tokens, `A` taps, `E` hidden, `L` layers, `G` key-value heads of a layer,
@@ -60,9 +60,9 @@ class DFlashConfig:
       mask_token_id: the token whose embedding a mask has.
       sample_from_anchor: whether the row of the last committed token drafts, too.
       num_speculative_tokens: K that the head was trained for; None is as many as a block has.
-      has_embedding: whether the head has embeddings of its own; else they are the target's.
-      has_lm_head: whether the head has an output layer of its own; else it is the target's.
-      kind: for people.
+      has_embedding: whether the head has its own embeddings; else they are the target's.
+      has_lm_head: whether the head has its own output layer; else it is the target's.
+      kind: the name of the kind in messages.
     """
 
     kind: ClassVar[str] = "DFlash"
@@ -107,12 +107,12 @@ class DFlashConfig:
 
     @property
     def target_hidden_size(self) -> int:
-        """E, which is the head's own."""
+        """The target's hidden size E, which is also the head's."""
         return self.layer.hidden_size
 
     @property
     def max_speculative_tokens(self) -> int:
-        """The most tokens that a block drafts."""
+        """The maximum number of tokens that a block drafts."""
         return self.block_size - 1 + self.sample_from_anchor
 
 
@@ -173,7 +173,7 @@ class DFlashFunctions(NamedTuple):
 
 
 class ContextWeights(NamedTuple):
-    """What makes keys and values of committed tokens, for all layers at once.
+    """The weights of committed tokens' keys and values, for all layers at once.
 
     Attributes:
       matrix: [E, L * 2 * G * D], the layers' projections next to one another.

@@ -26,7 +26,7 @@ _LAYER_KINDS = ("qwen3", "llama")
 # At the top level or in `dflash_config`.
 _DFLASH_CONFIG: Known = {
     **any_of("block_size mask_token_id sample_from_anchor num_target_layers target_layer_ids"),
-    # Of a head for more than blocks, where `markov_rank` and `enable_confidence_head` are refused.
+    # Options of DSpark's additions; `markov_rank` and `enable_confidence_head` are refused below.
     **any_of("confidence_head_alpha confidence_head_with_markov markov_head_type"),
     **dict.fromkeys(("causal", "causal_head", "is_causal"), (False,)),
     "input_embedding_scale": (1.0,),
@@ -43,15 +43,15 @@ _FIELDS: Known = {
 def open_dflash(
     folder: str | os.PathLike[str], *, num_target_layers: int
 ) -> tuple[DFlashConfig, HeadFields, HeadTensors]:
-    """Reads config.json, and of the tensors which ones there are.
+    """Reads config.json, and the names and shapes of the tensors.
 
     Args:
       folder: of the head.
-      num_target_layers: of the target. A folder may name another number, and is refused then.
+      num_target_layers: of the target. A folder that names another number is refused.
 
     Returns:
-      The configuration with the dtype that the file names, what else the file says, and the
-      tensors, which are not read yet.
+      The configuration with the file's dtype, the other fields of the file, and the tensors, which
+      are not read yet.
 
     Raises:
       ValueError: if the folder is not that of a DFlash head, or asks for something unsupported.
@@ -110,7 +110,7 @@ def load_dflash(
     Args:
       folder: with config.json and model.safetensors.
       dtype: as in `load`.
-      num_target_layers: of the target. A folder may name another number, and is refused then.
+      num_target_layers: of the target. A folder that names another number is refused.
 
     Returns:
       The parameters, and the configuration with that dtype.
@@ -180,7 +180,7 @@ def _integer(head: HeadFields, name: str) -> int:
 
 
 def _samples_from_anchor(head: HeadFields) -> bool:
-    """Returns whether the first row drafts, too: in DeepSpec's folders without their saying so."""
+    """Returns whether the first row drafts, too, as in DeepSpec's folders by default."""
     value = head.flag("sample_from_anchor")
     is_deep_spec = "Qwen3DSparkModel" in str(head.fields.get("architectures"))
     return is_deep_spec if value is None else value

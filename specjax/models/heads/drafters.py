@@ -1,9 +1,9 @@
 """Drafters that run a head on the target's taps: `eagle3_drafter` and `dflash_drafter`.
 
-Slot t of an EAGLE-3 head's cache is of the pair of token t + 1 and the state of token t: the first
-token of a text has none. Slot t of a DFlash head's cache is of token t. `extend` writes the slots
-of committed tokens, from the target's taps, over what drafting has left there.
-A DFlash block is at the last committed token, whose taps are not known yet, and after it.
+Slot t of an EAGLE-3 head's cache holds the pair of token t + 1 and the state of token t. The first
+token of a text makes no pair. Slot t of a DFlash head's cache holds token t. `extend` writes the
+slots of committed tokens from the target's taps, over entries of drafted ones.
+A DFlash block begins at the last committed token, whose taps are not known yet.
 Axes: `B` requests, `T` tokens, `K` drafted tokens, `E` hidden of the target, `H` hidden of the
 head, `V_d` draft vocabulary.
 """
@@ -38,9 +38,9 @@ def eagle3_drafter(
 ) -> Drafter:
     """Returns a drafter that runs an EAGLE-3 head on top of the target.
 
-    A step runs the head once over the tokens that the last step committed, with the target's
-    states, and once for every drafted token, with the head's own. Embeddings and an lm_head that
-    the head has not are the target's; they are held in memory once.
+    A step runs the head once over the last step's committed tokens, with the target's states. It
+    then runs it once for every drafted token, with the head's own states. If the head has no
+    embeddings or no lm_head, it uses the target's, which are held in memory once.
 
     Args:
       target: from `load` or `build`; the target that the head was trained for.
@@ -82,10 +82,10 @@ def dflash_drafter(
 ) -> Drafter:
     """Returns a drafter that runs a DFlash head on top of the target.
 
-    A step appends the keys and values of the tokens that the last step committed, by the target's
-    taps, and runs the head once over a block. Embeddings and an lm_head that the head has not are
-    the target's; they are held in memory once. The projections of keys and values are held twice,
-    the second time next to one another, so that one product serves all layers.
+    A step appends the keys and values of the last step's committed tokens, by the target's taps.
+    It then runs the head once over a block. If the head has no embeddings or no lm_head, it uses
+    the target's, which are held in memory once. The projections of keys and values are held twice,
+    the second time concatenated, so that one product serves all layers.
 
     Args:
       target: from `load` or `build`; the target that the head was trained for.
@@ -95,8 +95,8 @@ def dflash_drafter(
       implementation: of the head's products and layers, as in `build`.
 
     Returns:
-      A `Drafter` whose state is the head's cache. Its `propose` refuses a K that is larger than
-      `config.max_speculative_tokens`; a smaller one computes as many rows of logits.
+      A `Drafter` whose state is the head's cache. Its `propose` refuses a K larger than
+      `config.max_speculative_tokens`. A smaller K computes K rows of logits.
 
     Raises:
       ValueError: if the head is for another target.
@@ -160,10 +160,10 @@ def _embed(head: HeadConfig, target: HeadTarget, params: Any, token_ids: jax.Arr
 def _logits(
     head: HeadConfig, target: HeadTarget, params: Any, rows: jax.Array, dtype: Any
 ) -> jax.Array:
-    """Returns draft logits [..., V_d] of rows [..., H], by the target's lm_head if need be."""
+    """Returns draft logits [..., V_d] of rows [..., H], by the head's or the target's lm_head."""
     if head.has_lm_head:
         return table_logits(params["head"]["head"], rows)
-    # In the target's dtype: a wider one would cast its table.
+    # In the target's dtype: a wider one would cast the whole table.
     logits: jax.Array = target.logits(params["target"], rows.astype(dtype))
     return logits
 
@@ -194,11 +194,11 @@ def _eagle3_functions(
     ) -> _Eagle3State:
         states = functions.fuse(params["head"], features)
         before = jnp.concatenate([state.last[:, None], states[:, :-1]], axis=1)
-        # The pair of a token at position 0 would be at -1, which is none.
+        # A token at position 0 makes no pair: it gets position -1.
         pairs = jnp.maximum(positions - 1, -1)
         tokens = _embed(head, target, params, token_ids)
         _, cache = functions.apply(params["head"], tokens, before, pairs, state.cache)
-        # Of every request the tokens come first, and padding after them.
+        # In every request padding follows the tokens.
         num_read = jnp.sum(positions >= 0, axis=1, dtype=jnp.int32)
         last = jnp.take_along_axis(states, jnp.maximum(num_read - 1, 0)[:, None, None], axis=1)
         return _Eagle3State(cache, jnp.where(num_read[:, None] > 0, last[:, 0], state.last))

@@ -1,4 +1,4 @@
-"""EAGLE-3: one decoder layer on a token and on what the target computed before it.
+"""EAGLE-3: one decoder layer on a token and the target's state before it.
 
     g[t]   = fc(concat(taps[t]))                  of the target, or the head's own output
     a      = concat(token_norm(embed(token[t + 1])), hidden_norm(g[t]))
@@ -6,7 +6,7 @@
     out[t] = r + mlp(norm(r)),   logits of token t + 2 = lm_head(norm(out[t]))
 
 taps[t] are the target's residual streams after some layers, at token t. A committed token has the
-target's g. A drafted one has the output of the drafted token before it: out, or norm(out) with
+target's g. A drafted token has the previous drafted token's output: out, or norm(out) with
 `norm_output`.
 Axes: `B` requests, `T` tokens, `A` taps, `E` hidden of the target, `H` hidden of the head, `V_d`
 draft vocabulary, `G` key-value heads, `R` query heads per key-value head, `D` head dimension.
@@ -56,12 +56,12 @@ class Eagle3Config:
       fc_norm: whether each tap has an RMSNorm before `fc`.
       norm_before_fc: whether all taps together have an RMSNorm before `fc`.
       norm_before_residual: whether the layer adds to the normed state.
-      norm_output: whether a drafted token is given the normed output.
-      has_embedding: whether the head has embeddings of its own; else they are the target's.
-      has_lm_head: whether the head has an output layer of its own; else it is the target's.
+      norm_output: whether a drafted token gets the normed output of the previous one.
+      has_embedding: whether the head has its own embeddings; else they are the target's.
+      has_lm_head: whether the head has its own output layer; else it is the target's.
       logit_scale: multiplies the logits.
-      kind: for people.
-      max_speculative_tokens: None: it drafts token after token, as many as are asked for.
+      kind: the name of the kind in messages.
+      max_speculative_tokens: None: the head drafts token by token, without a maximum.
     """
 
     kind: ClassVar[str] = "EAGLE-3"
@@ -118,7 +118,7 @@ class Eagle3Head(nnx.Module):
         self.taps_norm = RMSNorm(layer, width) if config.norm_before_fc else None
         self.fc = weight(rngs, layer, width, size)
         self.fc_bias = nnx.Param(jnp.zeros((size,), layer.dtype)) if config.fc_bias else None
-        # Its attention reads the token and the state, and its norm is the token's.
+        # The layer's attention reads the token and the state; its norm is that of the token.
         self.layer = Layer(layer, 0, rngs)
         self.layer.attention.qkv = weight(rngs, layer, 2 * size, self.layer.attention.qkv.shape[1])
         self.hidden_norm = RMSNorm(layer, size)
@@ -150,7 +150,7 @@ class Eagle3Head(nnx.Module):
         return y
 
     def layer_input(self, tokens: jax.Array, states: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns what attention reads [B, T, 2 * H], and the residual stream [B, T, H].
+        """Returns the input of attention [B, T, 2 * H], and the residual stream [B, T, H].
 
         Args:
           tokens: [B, T, H], embeddings.
@@ -168,7 +168,7 @@ class Eagle3Head(nnx.Module):
         cache: Any,
         implementation: str | Implementation | None = None,
     ) -> tuple[jax.Array, Any]:
-        """Returns outputs [B, T, H] as a drafted token is given them, and the cache.
+        """Returns outputs [B, T, H], the states of drafted tokens, and the cache.
 
         Args:
           tokens: [B, T, H], embeddings.
@@ -264,11 +264,11 @@ def build_eagle3(config: Eagle3Config, seed: int = 0) -> Any:
 def unrolled_eagle3(
     config: Eagle3Config, params: Any, tokens: jax.Array, features: jax.Array, num_steps: int
 ) -> jax.Array:
-    """Returns the rows that an lm_head reads, of proposals that begin at every token, for training.
+    """Returns the lm_head's input rows of proposals that begin at every token, for training.
 
     A proposal that begins after token t reads, at draft i, token t + i and the state of the token
-    before it: the target's for i = 0, its own output of draft i - 1 after that. Its context are the
-    pairs of tokens 1 to t with the target's states, as in the cache while decoding.
+    before it. For i = 0 that state is the target's, then the proposal's output of draft i - 1. The
+    context is the pairs of tokens 1 to t with the target's states, as in the cache while decoding.
 
     Args:
       config: sizes and variants.
@@ -278,8 +278,8 @@ def unrolled_eagle3(
       num_steps: drafted tokens per proposal, a Python int >= 1.
 
     Returns:
-      [num_steps, B, T, H]. Entry [i, :, t] is of the proposal that begins after token t, and
-      decides on token t + i + 1. Rows with t = 0 or t + i >= T are meaningless.
+      [num_steps, B, T, H]. Entry [i, :, t] belongs to the proposal that begins after token t, and
+      decides token t + i + 1. Rows with t = 0 or t + i >= T are meaningless.
 
     Example:
       >>> from specjax.models import TransformerConfig, build_eagle3
@@ -330,7 +330,7 @@ def _project_qkv(
 def _attend(
     scale: float, q: jax.Array, keys: list[jax.Array], values: list[jax.Array], visible: jax.Array
 ) -> jax.Array:
-    """Returns [B, T, heads * D]: row t sees the pairs of the context up to its own, and its drafts.
+    """Returns [B, T, heads * D]: row t sees the context's pairs up to its own, and its drafts.
 
     Args:
       scale: of the scores.

@@ -1,6 +1,6 @@
 """The folder of an EAGLE-3 head: read in any format, written in that of `speculators`.
 
-That format alone says without doubt what the taps are.
+Only that format defines the taps without ambiguity.
 """
 
 import os
@@ -36,8 +36,8 @@ _WRITTEN_FLAGS = ("fc_norm", "norm_before_fc", "norm_before_residual", "norm_out
 _LAYER_KINDS = ("llama", "mistral", "ministral", "qwen2", "qwen3")
 _EAGLE_CONFIG: Known = {
     "eagle_aux_hidden_state_layer_ids": ANY,
-    "has_lm_head": ANY,  # The tensors say it.
-    # How layers after the first differ, and how many more drafts one pass makes.
+    "has_lm_head": ANY,  # The tensors decide.
+    # Differences of layers after the first, and further drafts per pass.
     **any_of("next_layer_regular parallel_draft_heads_num_layers"),
     "parallel_draft_step": (1,),
     **dict.fromkeys(("causal", "is_causal"), (True,)),
@@ -49,7 +49,7 @@ _FIELDS: Known = {
     **any_of("aux_hidden_state_layer_ids target_layer_ids eagle_config draft_vocab_size"),
     **any_of("target_hidden_size num_target_layers bias fc_norm use_aux_norm logit_scale"),
     **any_of("norm_before_fc norm_before_residual norm_output"),
-    "num_aux_hidden_states": ANY,  # As many as `fc` reads.
+    "num_aux_hidden_states": ANY,  # `fc` decides their number.
     **_EAGLE_CONFIG,
 }
 
@@ -57,15 +57,15 @@ _FIELDS: Known = {
 def open_eagle3(
     folder: str | os.PathLike[str], *, num_target_layers: int
 ) -> tuple[Eagle3Config, HeadFields, HeadTensors]:
-    """Reads config.json, and of the tensors which ones there are.
+    """Reads config.json, and the names and shapes of the tensors.
 
     Args:
       folder: of the head.
-      num_target_layers: of the target: where config.json names no taps, they follow from it.
+      num_target_layers: of the target; decides the taps if config.json names none.
 
     Returns:
-      The configuration with the dtype that the file names, what else the file says, and the
-      tensors, which are not read yet.
+      The configuration with the file's dtype, the other fields of the file, and the tensors, which
+      are not read yet.
 
     Raises:
       ValueError: if the folder is not that of an EAGLE-3 head, or asks for something unsupported.
@@ -119,7 +119,7 @@ def load_eagle3(
     Args:
       folder: with config.json and model.safetensors.
       dtype: as in `load`.
-      num_target_layers: of the target: where config.json names no taps, they follow from it.
+      num_target_layers: of the target; decides the taps if config.json names none.
 
     Returns:
       The parameters, and the configuration with that dtype.
@@ -210,7 +210,7 @@ def _entries(config: Eagle3Config, names: Container[str] = ()) -> Iterator[Weigh
 
     Args:
       config: of the head.
-      names: of the tensors that a folder holds, where older names may stand for `fc_norm`.
+      names: of the folder's tensors; `fc_norm` may have older names there.
     """
     size, target = config.layer.hidden_size, config.target_hidden_size
     width = len(config.taps) * target

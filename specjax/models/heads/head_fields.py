@@ -1,8 +1,8 @@
-"""What the config.json of every kind of draft head holds: its layers, its taps, its K.
+"""Fields of config.json that all kinds of draft heads share: layers, taps, K.
 
-Three formats differ in where they say it: that of SpecForge and SGLang, that of `speculators`, and
-DeepSpec's. Loaders and trainers add fields with every kind of head. Each is read, known to change
-nothing, asks for nothing (null, false, 0, empty), or is refused.
+Three formats have them in different places: those of SpecForge and SGLang, of `speculators`, and of
+DeepSpec. Loaders and trainers add fields with every kind of head. A field is read, is known to have
+no effect, has an empty value (null, false, 0, empty), or is refused.
 """
 
 from collections.abc import Mapping
@@ -36,7 +36,7 @@ _CLASS_SIZES = {
     }
     for kind, vocab_size, intermediate_size in (("llama", 32000, 11008), ("qwen3", 151936, 22016))
 }
-# Where a format names the layers that are tapped, and how many more layers have run there.
+# Fields with the ids of tapped layers, and the offsets to numbers of layers that have run.
 _TAP_SOURCES = (
     ((), "eagle_aux_hidden_state_layer_ids", 0),
     ((), "aux_hidden_state_layer_ids", 0),
@@ -76,7 +76,7 @@ _TOKENS = """
     bos_token_id decoder_start_token_id eos_token_id pad_token_id prefix sep_token_id
     tokenizer_class
 """
-# Where embeddings and an lm_head come from is said by the tensors.
+# The tensors decide whether a head has embeddings and an lm_head.
 _TRAINING = """
     attention_dropout embed_requires_grad gradient_checkpointing hidden_dropout initializer_range
     max_anchors num_anchors pretraining_tp tie_word_embeddings ttt_length ttt_steps
@@ -113,7 +113,7 @@ _SPECULATION = any_of("algorithm default_proposal_method proposal_methods verifi
 
 
 class HeadFields(NamedTuple):
-    """What a config.json says, whatever its format.
+    """The fields of a config.json, independent of its format.
 
     Attributes:
       fields: the parsed JSON.
@@ -141,7 +141,7 @@ class HeadFields(NamedTuple):
     nested: str | None = None
 
     def value(self, name: str) -> Any:
-        """Returns a field of the top level or of `nested`, alike if in both; None if in neither.
+        """Returns a field of the top level or of `nested`, equal if in both; None if in neither.
 
         Args:
           name: of the field.
@@ -193,7 +193,7 @@ class HeadFields(NamedTuple):
 
 
 def read_head_fields(fields: JsonObject, source: str) -> HeadFields:
-    """Returns what the config.json of a head says.
+    """Returns the fields of a head's config.json.
 
     Args:
       fields: the parsed JSON.
@@ -253,7 +253,7 @@ def refuse_unknown(
     Args:
       fields: the parsed JSON.
       source: names the file in an error.
-      kind: of the head with its article, for people.
+      kind: of the head with its article, for the error.
       known: fields at the top level that this kind of head reads.
       nested: objects at the top level, and their fields.
 
@@ -286,10 +286,10 @@ drafts; it needs to be null or absent.
 
 
 def _refuse(fields: Any, source: str, kind: str, place: str, known: Known) -> None:
-    """Refuses an unknown field of one object; null is an empty one."""
+    """Refuses an unknown field of one object; null is an empty object."""
     for name, value in (fields or {}).items():
         allowed = known.get(name, ())
-        # transformers writes false, 0 or null for what a model does not use.
+        # transformers writes false, 0 or null for features that a model does not use.
         if value is None or allowed is ANY or value in allowed or (not value and not allowed):
             continue
         field = f"{source} has {place}{name} {quote(value)}"
@@ -317,8 +317,8 @@ def default_taps(num_layers: int) -> tuple[int, ...]:
 def _read_taps(fields: _Fields, source: str) -> tuple[int, ...] | None:
     """Returns taps in numbers of layers that have run, by the convention of each place.
 
-    In `eagle_config` and in DeepSpec's and DFlash's `target_layer_ids` a layer's id stands for its
-    output, as SGLang reads it. At the top level `speculators` counts layers.
+    In `eagle_config`, and in `target_layer_ids` of DeepSpec and DFlash, an id means that layer's
+    output, as in SGLang. At the top level `speculators` counts layers.
     """
     taps_by_place = {}
     for path, name, offset in _TAP_SOURCES:

@@ -1,7 +1,7 @@
-"""Folders of draft heads: their kind, and what every kind of them has.
+"""Folders of draft heads: their kind, tensors and parameters.
 
-`draft_kind` tells by config.json what a folder drafts with. `HeadTensors` reads tensors under the
-names of any format, and `write_head` writes the format of `speculators`.
+`draft_kind` returns the kind of a folder's draft, by config.json. `HeadTensors` reads tensors under
+the names of any format, and `write_head` writes the format of `speculators`.
 """
 
 import dataclasses
@@ -53,7 +53,7 @@ _ARCHITECTURES: dict[str, DraftKind] = {
     "Eagle3DraftModel": "eagle3",
     "DFlashDraftModel": "dflash",
     "DFlashSpeculator": "dflash",
-    # DeepSpec's DFlash heads are DSpark heads without what DSpark adds.
+    # DeepSpec's DFlash heads are DSpark heads without its additions.
     "Qwen3DSparkModel": "dflash",
 }
 # Other kinds of drafts, which would otherwise be read as a model.
@@ -66,7 +66,7 @@ _HEAD_FIELDS = ("dflash_config", "dspark_config", "markov_rank", "truncated_voca
 
 
 def draft_kind(folder: str | os.PathLike[str]) -> DraftKind:
-    """Returns what a folder drafts with; a `config.py` in it is never run.
+    """Returns the kind of a folder's draft; a `config.py` in it is never run.
 
     Args:
       folder: of a draft model or a draft head.
@@ -128,7 +128,7 @@ def refuse_eagle1(folder: str | os.PathLike[str]) -> None:
     """Refuses a head of EAGLE-1 or EAGLE-2, whose config.json is that of a model of one layer.
 
     Args:
-      folder: of what `draft_kind` calls a model.
+      folder: of kind "model" by `draft_kind`.
 
     Raises:
       ValueError: if its config.json or its tensors are those of such a head.
@@ -163,14 +163,14 @@ def open_head(
     nested: str | None = None,
     not_of_layer: tuple[str, ...] = (),
 ) -> HeadFields:
-    """Returns what the config.json of a head says; refuses a folder of another kind.
+    """Returns the fields of a head's config.json; refuses a folder of another kind.
 
     Args:
       folder: any path.
-      kind: that the folder needs to be of.
-      title: of such a head, for people.
+      kind: required of the folder.
+      title: of such a head, for errors.
       nested: an object of config.json that may hold fields of the top level, too.
-      not_of_layer: fields of the top level that mean another thing in a model's layer.
+      not_of_layer: fields of the top level with another meaning in a model's layer.
 
     Raises:
       ValueError: if the folder is of another kind, or config.json asks for something unsupported.
@@ -187,7 +187,7 @@ def open_head(
 
 # Tensors of a head that has tables of its own.
 _EMBEDDING, _LM_HEAD = "embed_tokens.weight", "lm_head.weight"
-# Only training reads these: which target tokens the draft has.
+# Masks of the target tokens that the draft has, for training alone.
 _UNREAD = ("t2d",)
 
 
@@ -218,12 +218,12 @@ class HeadTensors:
 
     @property
     def has_embedding(self) -> bool:
-        """Whether the head has embeddings of its own."""
+        """Whether the head has its own embeddings."""
         return _EMBEDDING in self
 
     @property
     def has_lm_head(self) -> bool:
-        """Whether the head has an output layer of its own."""
+        """Whether the head has its own output layer."""
         return _LM_HEAD in self
 
     def view(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
@@ -247,7 +247,7 @@ class HeadTensors:
           dtype: of the arrays.
 
         Raises:
-          ValueError: as `view`, or if there is a tensor that nothing has read.
+          ValueError: as `view`, or for a tensor that was not read.
         """
         params: JsonObject = {}
         views = [(entry, list(map(self.view, entry.names, entry.shapes))) for entry in entries]
@@ -257,7 +257,7 @@ class HeadTensors:
         return params
 
     def read_token_map(self, draft_vocab_size: int, vocab_size: int) -> np.ndarray | None:
-        """Returns the target's id of each draft token, i32[V_d]; None where the two are one.
+        """Returns the target's id of each draft token, i32[V_d]; None for equal vocabularies.
 
         `d2t` holds offsets: token i of the draft is token i + d2t[i] of the target.
 
@@ -266,7 +266,7 @@ class HeadTensors:
           vocab_size: of the target.
 
         Raises:
-          ValueError: if `d2t` is missing, or maps to ids that repeat or that the target has not.
+          ValueError: if `d2t` is missing, or maps to repeated ids or ids outside the target's.
         """
         if "d2t" not in self:
             if draft_vocab_size == vocab_size:
@@ -297,7 +297,7 @@ class HeadTensors:
 
 
 def _plain_name(stored: str) -> str:
-    """Returns the name of a tensor without what formats add to it."""
+    """Returns the name of a tensor without the prefixes of formats."""
     name = stored.removeprefix("model.")
     return f"layers.0.{name.removeprefix('midlayer.')}" if name.startswith("midlayer.") else name
 
@@ -335,7 +335,7 @@ def load_params(
       dtype: as in `load`.
 
     Raises:
-      ValueError: if a tensor is missing, unreadable or unsupported, or nothing reads it.
+      ValueError: if a tensor is missing, unreadable or unsupported, or is not read.
     """
     layer = dataclasses.replace(config.layer, dtype=resolve_dtype(dtype, config.layer.dtype))
     token_map = tensors.read_token_map(config.draft_vocab_size, layer.vocab_size)

@@ -1,7 +1,7 @@
-"""What a draft head uses of its target, on one device or over several, and which target it needs.
+"""The parts of its target that a draft head uses, and the check that the target fits.
 
-On a target over devices each device has the whole head, and runs it on its requests. Embeddings and
-logits are the target's: their shares stay where they are.
+If the target lies over devices, each device has the whole head, and runs it on its requests.
+Embeddings and logits are the target's: their shares stay on their devices.
 Axes: `B` requests, `T` tokens, `E` hidden, `V` vocabulary.
 """
 
@@ -25,7 +25,7 @@ HeadConfig = Eagle3Config | DFlashConfig
 
 
 class HeadTarget(NamedTuple):
-    """What a head uses of a target; equal for equal targets, whose drafters share programs.
+    """The parts of a target that a head uses; equal for equal targets, to share programs.
 
     Attributes:
       logits: as in `Model`.
@@ -52,7 +52,7 @@ class HeadTarget(NamedTuple):
             return embed_tokens(table, token_ids, placement.model)
 
         specs = PartitionSpec(placement.model), placement.spec()
-        # The sum leaves equal numbers on every device, which no type says.
+        # The sum is equal on every device, which no type expresses.
         mapped = placement.map(on_share, specs, placement.spec(), check_vma=False)
         embedded: jax.Array = mapped(table, placement.pad(token_ids))
         return embedded[: len(token_ids)]
@@ -60,7 +60,7 @@ class HeadTarget(NamedTuple):
     def on_each_device(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Returns a function that every device runs with all parameters, on its requests.
 
-        GSPMD would bring a kernel the rows of all devices.
+        GSPMD would gather the rows of all devices for a kernel.
 
         Args:
           function: of parameters and pytrees of arrays [B, ...]; returns such a pytree.
@@ -81,7 +81,7 @@ class HeadTarget(NamedTuple):
 
 
 def head_target(target: Model, head: HeadConfig) -> HeadTarget:
-    """Returns what a head uses of its target; refuses a target that the head is not for.
+    """Returns the parts of its target that a head uses; refuses a target of another head.
 
     Args:
       target: from `load`, `build` or `split_model`.
@@ -92,7 +92,7 @@ def head_target(target: Model, head: HeadConfig) -> HeadTarget:
     """
     vocab_size, size = target.params["embedding"].shape
     if target.split_logits is not None:
-        # The shares of a table are filled up.
+        # The shares of a table are padded.
         row = jax.ShapeDtypeStruct((1, size), target.params["embedding"].dtype)
         vocab_size = jax.eval_shape(target.logits, target.params, row).shape[-1]
     layers = len(target.params["layers"])
@@ -110,8 +110,8 @@ def check_target(head: HeadConfig, *, hidden_size: int, vocab_size: int, num_lay
       num_layers: of the target.
 
     Raises:
-      ValueError: if the head reads states of another size, tokens of another vocabulary, or after
-        layers that the target has not.
+      ValueError: if the head reads states of another size, tokens of another vocabulary, or layers
+        that the target does not have.
 
     Example:
       >>> from specjax.models import TransformerConfig

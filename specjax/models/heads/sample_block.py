@@ -1,8 +1,8 @@
-"""Drafts a block whose rows of logits are all there before the first token is drawn.
+"""Drafts a block from ready logits: all rows are known before the first draw.
 
-Token i is drawn from row i, on `Stream.draft(i)` at the position that it takes: with the same noise
-as if the rows came one after another. So one call draws all of them. Where penalties, bad words or
-a grammar make a row depend on the tokens drawn before it, they are drawn one by one.
+Token i is drawn from row i, on `Stream.draft(i)` at its position. This noise does not depend on the
+order of the rows, so one call draws all of them. If penalties, bad words or a grammar make a row
+depend on earlier draws, the tokens are drawn one by one.
 Axes: `B` requests, `K` drafted tokens, `V_d` draft vocabulary.
 """
 
@@ -49,7 +49,7 @@ def sample_block(
       inputs: of the loop.
       config: gives K, the method and the dtype of the noise.
       token_map: i32[V_d], or None.
-      vocab_size: V, with a map alone.
+      vocab_size: V, only with a map.
       implementation: of the draws and the cutoffs.
       placement: of the model whose rows they are, or None.
 
@@ -84,7 +84,7 @@ def _draw_all(
     implementation: str | Implementation | None,
     placement: Placement | None,
 ) -> Draft:
-    """Returns a draft of every row, by one call of the sampler."""
+    """Returns the draft of all rows by one call of the sampler."""
     (size, k, _), positions, temperature = logits.shape, inputs.positions, inputs.temperature
     greedy, coupled = config.draft_sample_method == "greedy", config.draws_on_target_stream
     resolved = resolve_implementation(implementation)

@@ -43,8 +43,8 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    # The filter of Jinja escapes HTML, which no model was trained on. The arguments are those of
-    # transformers; `default` and `cls` would run what a template gives outside the sandbox.
+    # Jinja's filter escapes HTML, which no model was trained on. The arguments are those of
+    # transformers; `default` and `cls` would run a template's functions outside the sandbox.
     return json.dumps(
         value,
         ensure_ascii=ensure_ascii,
@@ -110,7 +110,7 @@ def chat_prompt(
     """Returns the prompt of a conversation, up to where the answer begins.
 
     The template is rendered in Jinja's sandbox, which keeps it from files and from the interpreter.
-    Its time and memory are not limited: a template is a program, so take folders from people you
+    Its time and memory are not limited: a template is a program, so use only folders that you
     trust. The prompt contains its special tokens: encode it without adding any.
 
     Args:

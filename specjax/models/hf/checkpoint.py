@@ -71,8 +71,8 @@ def load(
 ) -> tuple[Model, TransformerConfig]:
     """Loads a model: Llama, Mistral, Ministral, Qwen 2, Qwen 3, Gemma 2 or Gemma 3.
 
-    The files are mapped into memory and arrays are assembled on the device, so that the host holds
-    no copy of the weights. On a terminal, a load of more than a second shows a progress bar.
+    The files are mapped into memory and arrays are assembled on the device, so the host holds no
+    copy of the weights. On a terminal, a load of more than a second shows a progress bar.
 
     Args:
       folder: a Hugging Face folder with config.json and model.safetensors, or with
@@ -80,8 +80,8 @@ def load(
       dtype: of parameters, activations and cache, such as "bfloat16" or jnp.bfloat16. None is
         float32 on a CPU, where bfloat16 products are slow, and the folder's dtype elsewhere.
       mesh: None, or as in `split_model`: requests lie over its axis "data" and weights over
-        "model". Each device is sent its share of the tensors alone.
-      replicate: as in `split_model`; without a mesh it says nothing.
+        "model". Each device receives only its share of the tensors.
+      replicate: as in `split_model`; ignored without a mesh.
       implementation: of a decode step, as in `build`.
 
     Returns:
@@ -132,7 +132,7 @@ def load(
 def _map_entries(
     tensors: MappedTensors, config: TransformerConfig
 ) -> list[tuple[WeightEntry, list[np.ndarray]]]:
-    """Returns every array of the parameters with views of its tensors, whose shapes are checked."""
+    """Returns the parameters' arrays with views of their tensors, after a check of shapes."""
     return [
         (entry, list(map(tensors.view, entry.names, entry.shapes)))
         for entry in weight_entries(config)
@@ -145,13 +145,13 @@ def load_shapes(
     *,
     implementation: str | Implementation | None = None,
 ) -> tuple[Model, TransformerConfig]:
-    """Returns what `load` returns with shapes for weights: no weight is read.
+    """Returns the model and configuration of `load`, with shapes for weights; reads no weight.
 
     `compile_generate` and `jax.eval_shape` take such a model.
 
     Args:
-      folder: as in `load`, or with config.json alone. Tensors that are there need to have the
-        names and shapes of config.json; only their headers are read.
+      folder: as in `load`, or with config.json alone. Existing tensors must have the names and
+        shapes of config.json; only their headers are read.
       dtype: as in `load`.
       implementation: as in `load`.
 
@@ -170,7 +170,7 @@ def load_shapes(
     config = load_config(folder)
     config = dataclasses.replace(config, dtype=resolve_dtype(dtype, config.dtype))
     if has_weights(folder):
-        # Before anything is traced: config.json may ask for more than the folder holds.
+        # Before tracing: config.json may name more than the folder holds.
         _map_entries(MappedTensors(folder), config)
     return build(config, param_shapes(config), implementation=implementation), config
 
@@ -213,7 +213,7 @@ def save(
 
 
 def _check_whole(params: Any, config: TransformerConfig) -> None:
-    """Refuses arrays of another shape than `build` gives them."""
+    """Refuses arrays whose shapes are not those of `build`."""
     for path, like in jax.tree.leaves_with_path(param_shapes(config)):
         keys = tuple(entry.key for entry in path)
         shape = np.shape(get_path(params, keys))

@@ -16,7 +16,7 @@ _COPIED_FIELDS = ("rms_norm_eps", "tie_word_embeddings", "max_position_embedding
 
 
 class _Family(NamedTuple):
-    """Properties of a `model_type` that its `config.json` does not state.
+    """Properties of a `model_type` that are not in its `config.json`.
 
     Attributes:
       defaults: values of absent fields in transformers, where they differ from Llama's.
@@ -24,7 +24,7 @@ class _Family(NamedTuple):
       has_window: `(layer, fields) -> bool`, whether a layer has the sliding window if
         `layer_types` is absent; None for a family without windows.
       extra_fields: fields read for this family and refused for others.
-      fixed_values: values of unread fields that the architecture has anyway.
+      fixed_values: values of unread fields that the architecture fixes.
       is_gemma: names the activation `hidden_activation`, scales embeddings and queries.
       local_rope: whether layers with a window have other rotary frequencies.
     """

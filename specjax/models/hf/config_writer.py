@@ -7,7 +7,7 @@ from specjax.models.hf.config_reader import read_fields
 
 __all__ = ["write_fields"]
 
-# In order of preference: the first family that has a configuration gets it.
+# In order of preference: the first family that supports a configuration writes it.
 _ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",

@@ -21,7 +21,7 @@ __all__ = [
 ]
 
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
-# Most bytes of a file without weights: configurations have thousands, tokenizers up to 40 million.
+# Maximum bytes of a file without weights. Configurations have thousands, tokenizers 40 million.
 _MAX_BYTES = 2**28
 _FOLDER_CONTENT = "a Hugging Face folder with config.json, model.safetensors and tokenizer.json"
 
@@ -70,7 +70,7 @@ def find_member(folder: str | os.PathLike[str], name: str) -> pathlib.Path:
 
 
 def refuse_lfs_pointer(path: pathlib.Path) -> None:
-    """Refuses a Git LFS pointer, which stands for a file that was not downloaded.
+    """Refuses a Git LFS pointer, the placeholder of a file that was not downloaded.
 
     Args:
       path: of an existing file.

@@ -26,7 +26,7 @@ _FLOATS = {
 _INTEGERS: dict[str, np.dtype[Any]] = {"I32": np.dtype(np.int32), "I64": np.dtype(np.int64)}
 # Prefixes of tensor names: text models, and multimodal ones of newer and older transformers.
 _MODEL_PREFIXES = ("model.", "model.language_model.", "language_model.model.")
-# Rotary buffers in older checkpoints, which follow from config.json.
+# Rotary buffers in older checkpoints, which config.json determines.
 _ROTARY_BUFFER = re.compile(r"\.rotary_emb\.(inv_freq|cos_cached|sin_cached)$")
 # Tensors of a multimodal model that its text model does not need.
 _VISION_PREFIXES = ("vision_tower.", "multi_modal_projector.")
@@ -74,7 +74,7 @@ class MappedTensors:
         self._prefix = prefixes[0] if prefixes else "model."
 
     def names(self) -> list[str]:
-        """Returns the names of all tensors, as the files or the index have them."""
+        """Returns the names of all tensors in the files or the index."""
         return sorted(self._files)
 
     def _stored_name(self, name: str) -> str:
@@ -175,7 +175,7 @@ class MappedTensors:
         return tensor.data.view(_INTEGERS[tensor.dtype]).reshape(shape)
 
     def _tensor(self, name: str, shape: tuple[int, ...]) -> _MappedTensor:
-        """Returns a tensor that is there and has a shape."""
+        """Returns an existing tensor of the given shape."""
         name = self._stored_name(name)
         tensor = self._find_tensor(name)
         if tensor is None and name in self._files:

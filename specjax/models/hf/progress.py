@@ -18,7 +18,7 @@ _SECONDS_BEFORE_BAR = 1.0
 def loading_bar(description: str, total: int) -> Iterator[Callable[[int], None]]:
     """Yields a function that counts loaded bytes; after a second a bar appears on standard error.
 
-    Of several processes the first one alone shows it.
+    With several processes only the first one shows it.
 
     Args:
       description: stands next to the bar.

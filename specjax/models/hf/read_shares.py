@@ -1,4 +1,4 @@
-"""Reads a folder's tensors onto the devices of a mesh, each share straight to its device."""
+"""Reads a folder's tensors onto the devices of a mesh: each share directly to its device."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -30,12 +30,12 @@ def assemble_shares(
     config: TransformerConfig,
     placement: Placement,
 ) -> Iterator[jax.Array]:
-    """Yields the array of each entry over the devices; a device is sent what it is to hold alone.
+    """Yields the array of each entry over the devices; a device receives only its share.
 
     Args:
       entries: each with views of its tensors, as for `assemble_arrays`.
       config: of the whole model.
-      placement: on whose mesh the model lies.
+      placement: of the model.
     """
     shapes: Any = share_shapes(config, placement)
     for entry, views in entries:
@@ -57,7 +57,7 @@ def assemble_shares(
 
 
 def _put(views: list[np.ndarray], entry: WeightEntry, like: Any, device: jax.Device) -> jax.Array:
-    """Returns a share's array on its device, where it is transposed and concatenated."""
+    """Returns a share's array, transposed and concatenated on its device."""
     lead = (1,) if is_stacked(entry.path) and len(like.shape) > views[0].ndim else ()
     if device.platform == "cpu":
         array = concatenate(views, entry.transposed, like.dtype.name)
@@ -77,7 +77,7 @@ def _views_of_share(
 ) -> list[np.ndarray]:
     """Returns a share's part of each tensor; rows past the vocabulary are zeros."""
     ranges = share_ranges(config, num_shares, entry.path, share)
-    # A file's matrices are (out, in): what is split along the summed axis is split by columns.
+    # A file's matrices are (out, in): a split of the summed axis is a split of columns.
     is_by_column = entry.transposed and split_axis(entry.path) == 0
     parts = [
         view[:, part] if is_by_column else view[part]

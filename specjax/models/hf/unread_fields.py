@@ -7,7 +7,7 @@ from specjax.file_io import JsonObject, quote
 
 __all__ = ["CHECKED_FIELDS", "refuse_unread"]
 
-# Names of architectures that predict the next token end like this.
+# Suffixes of the names of architectures that predict the next token.
 _LM_HEAD_SUFFIXES = ("ForCausalLM", "Gemma3ForConditionalGeneration")
 _NONE, _OFF, _ONE = (None,), (None, False), (None, 1)
 # Fields that change the logits of some family, with the values that change nothing. Fields that a
@@ -16,7 +16,7 @@ _HARMLESS_VALUES: dict[str, tuple[Any, ...]] = {
     "layer_types": (None, "full_attention"),
     "mlp_layer_types": (None, "dense"),
     "per_layer_config": (None, {}),
-    # Which tokens are attended to.
+    # The tokens that are attended to.
     "attention_chunk_size": _NONE,
     "interleaved_sliding_window": _NONE,
     "is_causal": (True,),

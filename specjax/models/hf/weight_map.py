@@ -99,13 +99,13 @@ def _layer_entries(config: TransformerConfig) -> Iterator[WeightEntry]:
 def assemble_arrays(
     entries: list[tuple[WeightEntry, list[np.ndarray]]], dtype: str
 ) -> Iterator[jax.Array]:
-    """Yields the array of each entry, assembled from views of its tensors where it will lie."""
+    """Yields the array of each entry, assembled from views of its tensors on its device."""
     if jax.default_backend() != "cpu":
         # One at a time, so that the tensors of only one are on the device as well.
         for entry, views in entries:
             yield jax.block_until_ready(concatenate_on_device(views, entry.transposed, dtype))
         return
-    # JAX's programs would wait for those of the model, which may be compiling meanwhile. Most of
+    # JAX's programs would wait for those of the model, which may still compile. Most of
     # the time goes into new pages of memory: two threads take a third of the time of one.
     with futures.ThreadPoolExecutor(2) as pool:
         arrays = pool.map(lambda each: concatenate(each[1], each[0].transposed, dtype), entries)
@@ -123,7 +123,7 @@ def concatenate(views: list[np.ndarray], transposed: bool, dtype: str) -> np.nda
 
 
 def _empty(shape: tuple[int, ...], dtype: str) -> np.ndarray:
-    """Returns an array that lies where a CPU's `jax.device_put` takes it over without a copy."""
+    """Returns an array whose alignment lets a CPU's `jax.device_put` take it without a copy."""
     size = math.prod(shape) * jnp.dtype(dtype).itemsize
     buffer = np.empty(size + _ALIGNMENT, np.uint8)
     start = -buffer.ctypes.data % _ALIGNMENT
@@ -131,7 +131,7 @@ def _empty(shape: tuple[int, ...], dtype: str) -> np.ndarray:
 
 
 def _write(out: np.ndarray, part: np.ndarray) -> None:
-    """Writes a tensor a few columns at a time: of a transposed one no cache holds all rows."""
+    """Writes a tensor a few columns at a time: no cache holds all rows of a transposed one."""
     is_upper_half = part.dtype == jnp.bfloat16 and out.dtype == np.float32
     for start in range(0, part.shape[-1], _NUM_COLUMNS):
         columns = (..., slice(start, start + _NUM_COLUMNS))
@@ -145,7 +145,7 @@ def _write(out: np.ndarray, part: np.ndarray) -> None:
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def concatenate_on_device(views: list[Any], transposed: bool, dtype: str) -> jax.Array:
-    """Returns the array of tensors, on the device of those that are on one."""
+    """Returns the concatenated array of tensors, on their device."""
     # Compiled, so that transposing, concatenating and casting make no copies in between.
     parts = [jnp.asarray(view).T if transposed else jnp.asarray(view) for view in views]
     return (parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=-1)).astype(dtype)

@@ -34,14 +34,14 @@ def split_model(
     seed: int = 0,
     implementation: str | Implementation | None = None,
 ) -> Model:
-    """Returns a `Model` over the devices of a mesh; requests lie over "data", weights over "model".
+    """Returns a `Model` over a mesh: requests are split over "data", weights over "model".
 
     Args:
       config: sizes and constants.
-      params: as in `build`, of the whole model; None draws what `build` draws,
-        whole on one device first.
+      params: as in `build`, of the whole model; None draws those of `build`, first whole on one
+        device.
       mesh: a `jax.sharding.Mesh` with an axis "data", an axis "model", or both.
-      replicate: whether every device has all weights, as may suit a small draft.
+      replicate: whether every device has all weights, which may suit a small draft.
       seed: of the random weights.
       implementation: of a decode step, as in `build`, on each device's share.
 
@@ -64,12 +64,12 @@ def split_model(
         params = nnx.to_pure_dict(nnx.state(Transformer(config, nnx.Rngs(seed)), nnx.Param))
 
     def put(path: Any, array: Any, spec: PartitionSpec) -> jax.Array:
-        # From the host each device is sent its share alone.
+        # On the host, so that each device receives its share alone.
         array = np.asarray(array)
         if placement.model is not None:
             keys = tuple(entry.key for entry in path)
             array = split_array(array, config, placement.num_shares, keys)
-        # Not by `device_put`, which brings what several processes have together and compares it.
+        # Not by `device_put`, which gathers and compares the arrays of several processes.
         sharding = placement.sharding(spec)
         return jax.make_array_from_callback(array.shape, sharding, array.__getitem__)
 
@@ -84,7 +84,7 @@ def sharded_model(
     *,
     implementation: str | Implementation | None = None,
 ) -> Model:
-    """Returns the `Model` of parameters that lie on a mesh already.
+    """Returns the `Model` of parameters that are already on a mesh.
 
     Args:
       config: of the whole model.
@@ -124,8 +124,7 @@ class _ShardedFunctions:
     def init_cache(self, batch_size: int, max_length: int) -> Any:
         """Returns empty keys and values of each layer, two [B', G', S, D].
 
-        B' is B, rounded up to what all devices have alike, and G' the key-value heads of all
-        shares.
+        B' = B rounded up to a multiple of the data axis, G' = key-value heads of all shares.
         """
         own, placement = self.own, self.placement
         placement.check_axes()
@@ -156,7 +155,7 @@ class _ShardedFunctions:
         positions: jax.Array,
         cache: Any,
     ) -> Any:
-        """Returns the outputs of a function of a share, those of every request and the cache."""
+        """Returns the outputs of a share's function, for every request, and the cache."""
         placement, size = self.placement, token_ids.shape[0]
 
         def on_share(params: Any, *operands: Any) -> Any:
@@ -165,7 +164,7 @@ class _ShardedFunctions:
 
         specs, requests = param_specs(self.config, placement), placement.spec()
         heads = placement.spec(placement.model)
-        # The sums leave equal numbers on every device, which no type says: JAX's check is off.
+        # The sums are equal on every device, which no type expresses: JAX's check is off.
         mapped = placement.map(
             on_share, (specs, requests, requests, heads), (requests, heads), check_vma=False
         )
@@ -178,7 +177,7 @@ class _ShardedFunctions:
         return self._run_logits(params, hidden, is_whole=True)
 
     def split_logits(self, params: Any, hidden: jax.Array) -> jax.Array:
-        """Returns logits [..., N * W] that lie where they were computed, the last ones padding."""
+        """Returns logits [..., N * W] on the devices that computed them; the last are padding."""
         return self._run_logits(params, hidden, is_whole=False)
 
     def _run_logits(self, params: Any, hidden: jax.Array, is_whole: bool) -> jax.Array:
@@ -206,7 +205,7 @@ def _steps_of(
     placement: Placement,
     implementation: str | Implementation | None,
 ) -> _ShardedFunctions:
-    """Returns the functions of a model; equal arguments give the same, to share programs."""
+    """Returns the functions of a model; equal arguments give one object, to share programs."""
     own = config if placement.model is None else shard_config(config, placement.num_shares)
     return _ShardedFunctions(config, own, placement, implementation)
 

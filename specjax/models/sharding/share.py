@@ -1,8 +1,8 @@
-"""What a share of a decoder is: its configuration, and its part of each array of the parameters.
+"""A share of a decoder: its configuration, and its part of each array of the parameters.
 
-An array that is split has its shares along the first axis. Arrays that concatenate projections
-(queries, keys and values; gate and up) get a first axis of their own for them, because a share has
-a part of each projection. Axes: `N` shares, `G` key-value heads.
+An array that is split has its shares along the first axis. Some arrays concatenate projections:
+queries, keys and values; gate and up. They get a separate first axis for the shares, because a
+share has a part of each projection. Axes: `N` shares, `G` key-value heads.
 """
 
 import dataclasses
@@ -28,13 +28,13 @@ __all__ = [
     "split_axis",
 ]
 
-# The axis of an array of the whole model that is split, by the array's name.
+# The split axis of an array of the whole model, by the array's name.
 _AXES = {"embedding": 0, "head": 0, "qkv": -1, "qkv_bias": -1, "out": 0, "gate_up": -1, "down": 0}
 _STACKED = ("qkv", "qkv_bias", "gate_up")
 
 
 def split_axis(path: tuple[Any, ...]) -> int | None:
-    """Returns the axis of an array of the whole model that is split, or None.
+    """Returns the split axis of an array of the whole model, or None.
 
     Args:
       path: keys into the nested parameters.
@@ -43,14 +43,14 @@ def split_axis(path: tuple[Any, ...]) -> int | None:
 
 
 def is_stacked(path: tuple[Any, ...]) -> bool:
-    """Returns whether the shares of an array get an axis of their own."""
+    """Returns whether the shares of an array get a separate axis."""
     return path[-1] in _STACKED
 
 
 def shard_config(config: TransformerConfig, num_shares: int) -> TransformerConfig:
     """Returns the configuration of one share, or refuses a number of shares.
 
-    Where there are fewer key-value heads than shares, each is replicated on N / G devices.
+    With fewer key-value heads than shares, each head is replicated on N / G devices.
 
     Args:
       config: of the whole model.
@@ -80,7 +80,7 @@ def shard_config(config: TransformerConfig, num_shares: int) -> TransformerConfi
             f"{num_shares} devices, which do not divide it; take a number of devices that does, or "
             "load the model with replicate=True (--replicate-draft, for a draft)."
         )
-    # Whole blocks of noise: none lies on two devices, and the kernels read such rows.
+    # Whole blocks of noise, so that no block is on two devices, as the kernels need.
     num_blocks = -(-config.vocab_size // (num_shares * SAMPLING_BLOCK))
     return dataclasses.replace(
         config,
@@ -94,7 +94,7 @@ def shard_config(config: TransformerConfig, num_shares: int) -> TransformerConfi
 def share_ranges(
     config: TransformerConfig, num_shares: int, path: tuple[Any, ...], share: int
 ) -> list[slice]:
-    """Returns what a share has of each projection that an array concatenates.
+    """Returns a share's slice of each projection that an array concatenates.
 
     Args:
       config: of the whole model.
@@ -103,8 +103,8 @@ def share_ranges(
       share: its number.
 
     Returns:
-      Slices of the split axis of each projection. In the vocabulary's the last ones may be shorter
-      or empty: the share is filled up.
+      Slices of the split axis of each projection. The last slices of the vocabulary may be shorter
+      or empty; those shares are padded.
     """
     size, name = config.head_dim, path[-1]
     if name in ("embedding", "head"):

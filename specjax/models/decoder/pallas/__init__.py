@@ -13,8 +13,8 @@ A layer of B >= 4 requests is eight launches, or nine where `combine_kernel` fol
 
 With B < 4, `fused_attention_kernel` and `combine_kernel` (combine.py) replace `prepare_qkv_kernel`
 and `attention_kernel`.
-Open `attention.py` first for the order of launches, `online_softmax.py` for the formula,
-`kv_split.py` for the slots that a program of attention reads, `tilings.py` for sizes.
+Open `attention.py` first for the order of launches, then `online_softmax.py` for the formula.
+`kv_split.py` has the slots that a program of attention reads, `tilings.py` the sizes.
 
 Letters: `B` requests, `T` tokens of each, `H` query heads, `G` key-value heads, `S` cache slots,
 `D` head dimension, `E` hidden.

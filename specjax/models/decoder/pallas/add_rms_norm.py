@@ -1,12 +1,12 @@
-"""Adds a product to the residual stream and begins the next RMSNorm, which is deferred.
+"""Adds a product to the residual stream, and begins the next RMSNorm, which is deferred.
 
-A product of normed rows with a matrix W needs 1 / rms(x), which needs the whole row. Since 1 /
-rms(x) is one number per row, it can follow the product as well as precede it:
+A product of normed rows with a matrix W needs 1 / rms(x), and so the whole row. This factor is one
+number per row, so it can follow the product as well as precede it:
 
     ((x * w) / rms(x)) @ W = ((x * w) @ W) / rms(x)      rms(x) = sqrt(mean(x^2) + eps)
 
 with w the norm's weight. So `add_rms_norm_kernel` stores x * w and sums of x^2 by tiles, and its
-programs wait for no other. What reads the product divides (`load_squares`, `inv_rms`).
+programs do not wait. The reader of the product divides (`load_squares`, `inv_rms`).
 Axes: `R` rows, `E` hidden, `Q` split-K parts of the product, `n` tiles of E.
 """
 
@@ -39,7 +39,7 @@ class AddNormOperands(NamedTuple):
 
     Attributes:
       x: [R, E], the residual stream.
-      parts: [Q, R, E], split-K partial sums of what is added; None if nothing is.
+      parts: [Q, R, E], split-K partial sums of the added product; None adds nothing.
       weight: [E], of the norm, without its offset.
     """
 
@@ -85,7 +85,7 @@ def add_rms_norm_kernel(operands: AddNormOperands, out: AddNormOutputs, *, offse
     if operands.parts is not None:
         num_parts = operands.parts.shape[0]
         parts = [_load(operands.parts, (q, row, index), inside) for q in range(num_parts)]
-        # The sum is rounded as plain JAX rounds a product; the residual stream is rounded below.
+        # The sum is rounded like a product in plain JAX; the residual stream is rounded below.
         x += sum(parts[1:], parts[0]).astype(out.x.dtype).astype(jnp.float32)
     stream = x.astype(out.x.dtype)
     x = stream.astype(jnp.float32)
@@ -112,7 +112,7 @@ def load_squares(squares: Any, *row: Any) -> jax.Array:
 
 
 def inv_rms(squares: jax.Array, norm: NormSpec) -> jax.Array:
-    """Returns rsqrt(sum(squares) / size + eps): what a deferred norm leaves to multiply by.
+    """Returns rsqrt(sum(squares) / size + eps), the factor of a deferred norm.
 
     Args:
       squares: [..., n padded], from `load_squares`.
@@ -155,7 +155,7 @@ def add_rms_norm(
 
 
 def _columns(tile_index: jax.Array, width: int, size: int) -> tuple[jax.Array, jax.Array]:
-    """Returns the columns i32[width] of a tile, and which of them are in a row of `size`."""
+    """Returns the columns i32[width] of a tile, and a mask of those in a row of `size`."""
     index = tile_index * width + jax.lax.iota(jnp.int32, width)
     return index, index < size
 

@@ -1,4 +1,4 @@
-"""Attention of a few tokens to a cache: which kernels are launched, over how many programs.
+"""Attention of a few tokens to a cache: the launches and their numbers of programs.
 
 B < 4 (fused): each program prepares the queries that it reads, and a second launch combines the
 splits of the cache.
@@ -6,7 +6,7 @@ splits of the cache.
     fused_attention_kernel  ->  combine_kernel
 
 B >= 4: a first launch prepares queries, keys and values once. In the second launch the last program
-of a key-value head combines that head's splits, unless that would take longer than a launch.
+of a key-value head combines that head's splits, unless that takes longer than a launch.
 
     prepare_qkv_kernel  ->  attention_kernel  (->  combine_kernel)
 
@@ -55,7 +55,7 @@ def decode_attention(
     """Writes keys and values at their positions, and attends to all slots up to each token's own.
 
     Args:
-      operands: arrays. No position may be there twice in a request, except -1.
+      operands: arrays. Positions are distinct in a request, except for -1.
       spec: scale, window and soft cap.
       norm: the deferred norm of queries, keys and values.
       head_norm: of queries and keys, whose weights are operands; None if they have none.
@@ -119,7 +119,7 @@ def _attention(
 ) -> tuple[PartialSoftmax, jax.Array | None, tuple[jax.Array, jax.Array]]:
     """Returns the partial softmax of every split, the output or None, and the cache.
 
-    The output is None where `combine_kernel` is to write it.
+    The output is None if `combine_kernel` is to write it.
     """
     keys, values, y_shape = operands.keys, operands.values, _output_shape(operands)
     (batch, num_kv_heads, _, head_dim), num_tokens = keys.shape, operands.positions.shape[1]

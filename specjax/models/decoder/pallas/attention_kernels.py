@@ -1,8 +1,8 @@
-"""Flash-decoding: attention of a few tokens to a cache, one program to a split of its slots.
+"""Flash-decoding: attention of a few tokens to a cache, one program per split of its slots.
 
-A split leaves an online softmax (m_i, l_i, acc); `combine` puts the splits together. The rows of a
-program's tile are the query heads that share one key-value head, for every token. So a key is
-loaded once for all of them. A program belongs to one key-value head of one request,
+A split stores an online softmax (m_i, l_i, acc), and `combine` merges the splits. The rows of a
+program's tile are the query heads of one key-value head, for every token. So a key is loaded once
+for all of them. A program belongs to one key-value head of one request,
 `request_kv_head` = b * G + g. Axes as in `attention`; `M` rows of a tile,
 token after token; `N` keys of a block; `P` splits.
 
@@ -71,7 +71,7 @@ class FusedOutputs(NamedTuple):
 
 
 class AttentionOperands(NamedTuple):
-    """References that `attention_kernel` reads: what `PreparedQKV` describes.
+    """References that `attention_kernel` reads, as `PreparedQKV` describes them.
 
     Attributes:
       queries: [B, T, H, D].
@@ -115,18 +115,18 @@ def fused_attention_kernel(
 ) -> None:
     """Writes (m_i, l_i, acc) of one split of a cache, and the new keys and values to the cache.
 
-    Formula: s = scale * <q, k>, capped by c tanh(s / c); m_i = max s, l_i = sum e^(s - m_i),
-    acc = sum e^(s - m_i) v over the slots that a row attends to.
+    Formula: s = scale * <q, k>, capped by c tanh(s / c). Over the slots that a row attends to,
+    m_i = max s, l_i = sum e^(s - m_i), acc = sum e^(s - m_i) v.
     Grid: B * G * (P + 1) programs of 2 or 4 warps. Programs 0 to P - 1 of a key-value head
     own every P-th block of 64 slots; program P owns the new tokens, and writes them to the cache.
     Bytes per key-value head: each block of slots that a token attends to once, at most
     2 S D * itemsize. Each of the P + 1 programs also reads the queries, Q * T * H / G * D * 4.
     Written: the new keys and values, and (P + 1) * M * (D + 2) * 4.
-    Why fused: with B < 4 requests a launch that prepares queries costs more than to prepare them
+    Why fused: with B < 4 requests, a launch that prepares queries costs more than preparing them
     P + 1 times. Why splits: B * G programs alone would leave most multiprocessors idle.
     Memory order: program P writes the slots of the new tokens. The other programs may load them
     half written, and mask their scores; cached values are finite, so a weight of 0 removes them.
-    Loads begin after the launch before has ended. `combine_kernel` follows.
+    Loads begin after the previous launch has ended. `combine_kernel` follows.
 
     Args:
       operands: references.
@@ -170,8 +170,8 @@ def fused_attention_kernel(
         )
         entries = cache_entries(keys, values)
         if num_tokens > 1:
-            # With one token every row attends to it, so nothing has to be protected from a value
-            # that is not finite: the raw keys and values serve, and attention does not wait for
+            # With one token every row attends to it, so no row needs protection from a value
+            # that is not finite. Attention uses the raw keys and values, and does not wait for
             # the check.
             keys, values = entries
         state = online_softmax.update(empty_state, queries, keys, values, position, spec)
@@ -199,19 +199,19 @@ def attention_kernel(
 ) -> None:
     """Writes (m_i, l_i, acc) of a split of a cache; a key-value head's last program combines them.
 
-    Formula: s = scale * <q, k>, capped by c tanh(s / c); m_i = max s, l_i = sum e^(s - m_i),
-    acc = sum e^(s - m_i) v over the slots that a row attends to; then as in `combine`.
+    Formula: s = scale * <q, k>, capped by c tanh(s / c). Over the slots that a row attends to,
+    m_i = max s, l_i = sum e^(s - m_i), acc = sum e^(s - m_i) v. Then as in `combine`.
     Grid: B * G * P programs of 2 or 4 warps; one owns every P-th block of 64 slots of a
     key-value head.
     Bytes per key-value head: each block of slots that a token attends to once, at most
-    2 S D * itemsize; the queries P times, from the L2 cache. Written: P * M * (D + 2) * 4, which
+    2 S D * itemsize. The queries P times, from the L2 cache. Written: P * M * (D + 2) * 4, which
     the last program reads, and the output; the output alone if P is 1.
-    Why splits: B * G programs alone would leave multiprocessors idle; at most about two to
-    each, and at most 32 splits, are launched (`tilings.num_kv_splits`).
+    Why splits: B * G programs alone would leave multiprocessors idle. At most about two per
+    multiprocessor, and at most 32 splits, are launched (`tilings.num_kv_splits`).
     Memory order: `prepare_qkv_kernel` has ended, so the new tokens have their slots. A program
     stores its state, then adds 1 to the counter of its key-value head. The addition releases its
-    stores and acquires those of the programs that added before. The one that finds P - 1 is last.
-    Without `y` nothing is counted, and `combine_kernel` follows.
+    stores and acquires those of earlier additions. The program that reads P - 1 is the last.
+    Without `y` no program counts, and `combine_kernel` follows.
 
     Args:
       operands: references.
@@ -231,14 +231,14 @@ def attention_kernel(
     token, head_in_group = divmod_i32(row, queries_per_kv)
     is_row = token < num_tokens
     flagged_positions = [operands.flagged_positions[b, g, t] for t in range(num_tokens)]
-    # The position p, or -2 - p where a value is not finite, or -1 for no token.
+    # The position p, -2 - p if a value is not finite, or -1 for no token.
     positions = [jnp.maximum(flagged, -2 - flagged) for flagged in flagged_positions]
     mask = row_mask(is_row, dim, head_dim)
     rows = load_rows(operands.queries, (b, token, g * queries_per_kv + head_in_group), dim, mask)
     last = last_visible(positions, spec)
     queries = Queries(rows, select_by_token(token, last, jnp.int32(-1)))
     state = kv.attend(None, queries, positions, [], spec)
-    # Each program of a key-value head does this: a row that is NaN is so in every split.
+    # Every program of a key-value head does this: a NaN row is NaN in every split.
     nan_rows = _store_nan_keys(flagged_positions, queries, out.keys, b, g, spec)
     state = state._replace(l_i=state.l_i + nan_rows)
     if out.y is None:
@@ -264,9 +264,9 @@ def _store_nan_keys(
 ) -> jax.Array:
     """Makes keys of flagged tokens NaN; returns f32[M], NaN for rows that attend to one, else 0.
 
-    The stored NaN is for the steps after this one. Another program may read such a key before or
-    after the store. A row that attends to it is NaN in either case, by what is returned here, and
-    no other row depends on it.
+    The stored NaN is for later steps. Another program may read such a key before or after the
+    store. In either case the returned NaN makes a row that attends to it NaN, and no other row
+    depends on it.
 
     Args:
       flagged_positions: i32[] each, of `PreparedQKV`, of one request's key-value head.
@@ -274,7 +274,7 @@ def _store_nan_keys(
       keys: [B, G, S, D], of the cache.
       b: i32[], the request.
       g: i32[], the key-value head.
-      spec: its window decides what a row attends to.
+      spec: its window decides the slots that a row attends to.
     """
     num_slots, head_dim = keys.shape[2:]
 

@@ -1,10 +1,10 @@
 """Combines the online softmaxes of a cache's splits into one attention.
 
-Each split p of the cache's slots leaves (m_p, l_p, acc_p). Together they are
+Each split p of the cache's slots stores (m_p, l_p, acc_p). They merge to
 
     m = max_p m_p        o = sum_p exp(m_p - m) acc_p  /  sum_p exp(m_p - m) l_p
 
-`combine` does it inside the program that arrives last; `combine_kernel` is a launch of its own.
+`combine` runs inside the program that arrives last; `combine_kernel` is a separate launch.
 Axes as in `specjax.models.decoder.pallas.attention_kernels`.
 
 References:
@@ -83,7 +83,7 @@ def combine(
       partials: references, which all splits of the key-value head have stored.
       request_kv_head: i32[], a request's key-value head: b * G + g.
       is_row: bool[M], False for padding.
-      num_register_splits: how many splits are loaded at a time.
+      num_register_splits: number of splits loaded at a time.
     """
     num_partials, num_rows, head_dim = partials.acc.shape[1:]
     num_dims = pad_to_mma(head_dim)
@@ -139,11 +139,10 @@ def combine_kernel(partials: PartialSoftmax, out: Any, *, num_tokens: int) -> No
     Grid: B * T' * H programs of one warp. A program holds the states of its row, [P', D], at once.
     Tokens from T on are padding and are written as 0.
     Bytes per row: P' (D + 2) * 4 read, D * itemsize written.
-    Why a launch: it always follows `fused_attention_kernel`. It follows `attention_kernel` where
+    Why a launch: it always follows `fused_attention_kernel`. It follows `attention_kernel` if
     `AttentionTiling.combines_in_attention` is False: one last program per key-value head would read
     for longer than a launch takes.
-    Memory order: every program of the launch before has ended before one of these loads; it
-    triggers nothing.
+    Memory order: the previous launch has ended when it begins to load. It triggers no launch early.
 
     Args:
       partials: references.

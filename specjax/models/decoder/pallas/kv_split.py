@@ -1,7 +1,7 @@
-"""One split of a cache: the blocks of slots that a program of attention goes through.
+"""One split of a cache: the blocks of slots that a program of attention reads.
 
-Split p of P owns blocks p, p + P, p + 2 P, ... of `BLOCK_KV` slots. So every split has its share of
-a cache that is filled from slot 0 on.
+Split p of P owns blocks p, p + P, p + 2 P, ... of `BLOCK_KV` slots. A cache fills from slot 0 on,
+so every split has a share of the filled slots.
 Axes: `B` requests, `G` key-value heads, `S` cache slots, `N` slots of a block, `D` head dimension,
 `P` splits.
 """
@@ -22,7 +22,7 @@ __all__ = ["KVBlock", "KVSplit"]
 
 
 class KVBlock(NamedTuple):
-    """Slots i32[N] of a cache, which of them exist, their keys [N, D] and values [N, D]."""
+    """Slots i32[N] of a cache, a mask of those that exist, their keys [N, D] and values [N, D]."""
 
     slot: jax.Array
     inside: jax.Array
@@ -71,9 +71,9 @@ class KVSplit(NamedTuple):
         """Returns the online softmax of queries over the blocks of this split.
 
         Args:
-          first_block: block 0 of the split, if it has been loaded already.
+          first_block: block 0 of the split, if already loaded.
           queries: the rows.
-          positions: i32[] each, of the tokens: blocks that none of them attends to are skipped.
+          positions: i32[] each, of the tokens; blocks that no token attends to are skipped.
           excluded_slots: i32[] each, slots that no row attends to.
           spec: scale, window and soft cap.
         """
@@ -110,8 +110,8 @@ def _block_range(
     for position in positions:
         highest = jnp.maximum(highest, position)
         lowest = jnp.minimum(lowest, jnp.where(position < 0, jnp.int32(num_slots), position))
-    # Blocks of the whole cache: one past the last visible one, and the first visible one. Of n
-    # blocks, split p has (n - p) / num_splits, rounded up.
+    # Blocks of the whole cache: one past the last visible one, and the first visible one. Split p
+    # has ceil((n - p) / num_splits) of n blocks.
     cache_end, _ = divmod_i32(jnp.minimum(highest, num_slots - 1) + BLOCK_KV, BLOCK_KV)
     end, _ = divmod_i32(jnp.maximum(cache_end - split + (num_splits - 1), 0), num_splits)
     if window is None:

@@ -1,9 +1,9 @@
 """Products of a decode step's few rows with a matrix that is read once.
 
-`split_k_matmul` leaves partial sums, `fused_glu` multiplies with a gate and an up projection at
-once and applies the activation. With at most 64 rows the time is that of reading the matrix. So
-`tilings.matmul_tiling` and `tilings.glu_tiling` keep all of the memory busy: about one program for
-each multiprocessor, split along K where the columns alone give fewer.
+`split_k_matmul` stores partial sums. `fused_glu` multiplies with a gate and an up projection, and
+applies the activation. With at most 64 rows the time is that of reading the matrix. So
+`tilings.matmul_tiling` and `tilings.glu_tiling` keep all of the memory busy: about one program per
+multiprocessor, split along K if the columns alone give fewer.
 Axes: `R` rows, `M` these and padding, `E` = K, the axis that is summed, `N` columns, `Q` split-K
 parts.
 """
@@ -69,8 +69,8 @@ def split_k_matmul_kernel(
     Bytes: the matrix once, E * N * itemsize; the rows N / block_n times, from the L2 cache;
     R * N * split_k * 4 written.
     Why split-K: N / block_n tiles are fewer than the multiprocessors, and one without a tile would
-    leave memory bandwidth unused. What reads the parts adds them, which saves a launch.
-    Memory order: loads begin after the launch before has ended. With `pdl` a program executes
+    leave memory bandwidth unused. The reader of the parts adds them, which saves a launch.
+    Memory order: loads begin after the previous launch has ended. With `pdl` a program executes
     `griddepcontrol.launch_dependents` after its last load and before its store. The next kernel may
     then start; its first instruction waits until all of this one's stores are visible.
     Reference: Hoque et al., 2024, arXiv:2402.00025: split-K for few rows in Triton.
@@ -79,8 +79,8 @@ def split_k_matmul_kernel(
       operands: references.
       out: references.
       tiling: block sizes.
-      pdl: whether the next kernel may start early. Kernels of this library alone may then read
-        the result: XLA's may load what they take for constants before they wait.
+      pdl: whether the next kernel may start early. Only kernels of this library may then read the
+        result: XLA's may load supposed constants before they wait.
     """
     num_tiles = operands.matrix.shape[1] // tiling.block_n
     split, tile_index = divmod_i32(pl.program_id(0), num_tiles)
@@ -118,7 +118,7 @@ def fused_glu_kernel(
     """
     num_rows, size = operands.rows.shape
     tile_index, width = pl.program_id(0), out.y.shape[1]
-    # Loaded before the matrix and used after it, so that nothing waits for it.
+    # Loaded before the matrix and used after it, so that no operation waits for it.
     squares = None
     if operands.squares is not None:
         squares = load_squares(operands.squares, _padded_rows(num_rows))
@@ -134,7 +134,7 @@ def fused_glu_kernel(
 
 
 def _padded_rows(num_rows: int) -> jax.Array:
-    """Returns i32[M], row indices: padding has those of rows, so that a load needs no mask."""
+    """Returns i32[M], row indices; padding repeats rows, so that a load needs no mask."""
     return jax.lax.rem(jax.lax.iota(jnp.int32, pad_to_mma(num_rows)), jnp.int32(num_rows))
 
 

@@ -1,6 +1,6 @@
 """Online softmax: attention of rows to keys that arrive block by block.
 
-Row i has scores s_ij = scale * <q_i, k_j> with the keys j that it attends to. After each block
+Row i has scores s_ij = scale * <q_i, k_j> with its visible keys j. After each block
 
     m_i = max_j s_ij     l_i = sum_j exp(s_ij - m_i)     acc_i = sum_j exp(s_ij - m_i) v_j
 
@@ -35,9 +35,9 @@ class Queries(NamedTuple):
 class OnlineSoftmax(NamedTuple):
     """State of rows: m_i f32[M], l_i f32[M] and acc f32[M, D].
 
-    While blocks are added, `l_i` is f32[M, N]: each column of a block has a sum of its own. A sum
-    over columns would make the warps of a program wait for one another a second time in each
-    block, after the maximum.
+    While blocks are added, `l_i` is f32[M, N]: each column of a block has a separate sum. A sum
+    over columns would make a program's warps wait for one another a second time per block, after
+    the maximum.
     """
 
     m_i: jax.Array

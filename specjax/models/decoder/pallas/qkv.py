@@ -1,13 +1,13 @@
-"""Queries, keys and values between the product that makes them and attention: a launch of its own.
+"""The launch between the QKV product and attention: prepares queries, keys and values.
 
-The product arrives as split-K partial sums of rows whose RMSNorm is deferred. `request_qkv` sums,
-scales, norms and rotates them, here or in `fused_attention_kernel`, where it needs them.
+The product is read as split-K partial sums of rows whose RMSNorm is deferred. `request_qkv` sums,
+scales, norms and rotates them, here or in `fused_attention_kernel`.
 
-A weight of 0 does not remove a value that is not finite. So the cache holds 0 for each element of a
-value that is not finite, and NaN in its token's key and in a key that is not finite: a row that
-attends to the token is NaN, and no other row is. The program of a key head does not read the
-values. So the program of a value head leaves `flagged_positions`, which tell `attention_kernel`
-whose keys still have to become NaN.
+A weight of 0 does not remove a value that is not finite. So the cache holds 0 for each value
+element that is not finite, and the token's key becomes NaN. A key that is not finite becomes NaN,
+too. A row that attends to the token is then NaN, and no other row is. The program of a key head
+does not read the values. So the program of a value head stores `flagged_positions`, the tokens
+whose keys `attention_kernel` still has to set to NaN.
 
 Axes as in `specjax.models.decoder.pallas.attention`.
 """
@@ -39,9 +39,9 @@ class PreparedQKV(NamedTuple):
       queries: [B, T, H, D].
       keys: [B, G, S, D], NaN for those that are not finite.
       values: [B, G, S, D], 0 for those that are not finite.
-      flagged_positions: i32[B, G, T], the position p of each token, -1 for none; flagged, as -2 -
-        p, if one of its values is not finite: its key still has to become NaN.
-      counters: u32[B * G], zeros, in which the programs of the next launch count themselves.
+      flagged_positions: i32[B, G, T], the position p of each token, or -1 for none. A token with a
+        value that is not finite is flagged by -2 - p: its key still has to become NaN.
+      counters: u32[B * G], zeros, for the arrivals of the next launch.
     """
 
     queries: Any
@@ -64,9 +64,8 @@ def prepare_qkv_kernel(
     Why a launch: with B >= 4 requests, P splits that each prepare the queries again cost more than
     a launch (`tilings.prepares_in_attention`).
     Memory order: a program that writes values cannot change their keys, which another program
-    writes. It leaves `flagged_positions`, and the next launch, which begins to load after all of
-    this one has ended, makes the flagged keys NaN. The program of a key head sets its counter to 0
-    for that launch.
+    writes. It stores `flagged_positions`. The next launch begins to load after this one has ended,
+    and makes the flagged keys NaN. The program of a key head sets its counter to 0 for that launch.
     References: Su et al., 2021, arXiv:2104.09864: RoPE; Henry et al., 2020, arXiv:2010.04245:
     QK-norm.
 

@@ -1,11 +1,11 @@
-"""View of the queries, keys and values of a request, as the kernels load them.
+"""A request's queries, keys and values, as the kernels load them.
 
 For token t and a head
 
     qkv_t = rsqrt(mean(x_t^2) + eps) * sum_q parts[q, t]
 
-rounded to the cache's dtype. Where heads of queries and keys have a norm of their own (QK-norm), it
-follows, and then their rotation (RoPE).
+rounded to the cache's dtype. Then follow the norms of the heads of queries and keys (QK-norm), if
+there are any, and the rotation (RoPE).
 
 Axes as in `attention`; `N` rows of a tile, each one head of one token.
 
@@ -48,7 +48,7 @@ class QKVOperands(NamedTuple):
       keys: [B, G, S, D], the cache.
       values: [B, G, S, D], the cache.
       query_norm: [D], weight of the norm of each query; None if queries and keys have none.
-      key_norm: [D], the same of each key.
+      key_norm: [D], weight of the norm of each key; None if there is none.
     """
 
     parts: Any
@@ -63,7 +63,7 @@ class QKVOperands(NamedTuple):
 
 
 class RequestQKV(NamedTuple):
-    """View of the queries, keys and values of request `b`.
+    """The queries, keys and values of request `b`, loaded on demand.
 
     Attributes:
       operands: references.
@@ -138,8 +138,8 @@ class RequestQKV(NamedTuple):
     ) -> jax.Array:
         """Returns rotated heads of tokens, [N, D with padding], of the cache's dtype.
 
-        Each head is one tile, as a product with keys takes it. So both elements of a rotated pair
-        are loaded for each, twice as many as in `rotated_halves`.
+        Each head is one tile, as a product with keys needs it. So both elements of a pair are
+        loaded for each element, twice as many loads as in `rotated_halves`.
 
         Args:
           token: i32[N].
@@ -168,14 +168,14 @@ class RequestQKV(NamedTuple):
           x: f32[N, dims], the elements.
           squares: f32[N], sums of squares of the whole heads.
           weight: reference [D], or None.
-          dim: i32[dims], which elements they are.
+          dim: i32[dims], indices of the elements.
         """
         if self.head_norm is None:
             return x
         size, offset, dtype = self.head_norm.size, self.head_norm.offset, self.operands.keys.dtype
         scale = plgpu.load(weight.at[dim], mask=dim < size, other=jnp.zeros((), weight.dtype))
         y = x * jax.lax.rsqrt(squares / size + self.head_norm.eps)[:, None]
-        # Rounded as `layers.rms_norm` rounds.
+        # Rounded as in `layers.rms_norm`.
         y = y if offset else y.astype(dtype).astype(jnp.float32)
         return (y * (scale.astype(jnp.float32) + offset)[None]).astype(dtype).astype(jnp.float32)
 
@@ -193,13 +193,13 @@ def make_inv_rms(
     """
     if squares is None:
         return None
-    # Summed once for each token: to sum for every row of the tile takes longer.
+    # Summed once per token: a sum per row of the tile would take longer.
     scales = [inv_rms(load_squares(squares, b, jnp.int32(t)), norm) for t in range(num_tokens)]
     return lambda token: select_by_token(token, scales, jnp.float32(0))
 
 
 def select_by_token(token: jax.Array, values: list[jax.Array], other: jax.Array) -> jax.Array:
-    """Returns `values[token]` for each of [N] tokens, and `other` where there is none."""
+    """Returns `values[token]` for each of [N] tokens, and `other` without one."""
     result = jnp.full(token.shape, other)
     for t, value in enumerate(values):
         result = jnp.where(token == t, value, result)
@@ -216,7 +216,7 @@ def load_rows(reference: Any, at: Any, dim: jax.Array, mask: jax.Array) -> jax.A
     """Returns rows [N, dims] of a reference [..., D], 0 outside the mask.
 
     Args:
-      reference: what to load from.
+      reference: the source.
       at: its leading indices, scalars or i32[N].
       dim: i32[dims], indices into D.
       mask: bool[N, dims].

@@ -1,6 +1,6 @@
 """Tile sizes, splits, warps and stages of a decode step's kernels, each with its reason.
 
-`matmul_tiling`, `glu_tiling` and `attention_tiling` return values that the kernels are given. They
+`matmul_tiling`, `glu_tiling` and `attention_tiling` return the kernels' static arguments. They
 depend on shapes, the shared memory of a program, and a `DecodeConfig`.
 """
 
@@ -37,16 +37,16 @@ BLOCK_KV = 64
 # Multiprocessors of a Hopper GPU.
 _NUM_MULTIPROCESSORS = 132
 
-# Bytes of a multiprocessor's shared memory, 228 KiB on Hopper, that one program can have, and that
-# its programs can have together: CUDA takes 1 KiB for each, and four are allowed for.
+# Bytes of a multiprocessor's shared memory, 228 KiB on Hopper, for one program, and for all of its
+# programs: CUDA takes 1 KiB of each, and four are allowed for.
 _PROGRAM_BYTES = 227 * 1024
 _MULTIPROCESSOR_BYTES = 224 * 1024
 
 # The smallest side of a product that Triton multiplies.
 MIN_MMA = 16
 
-# Elements of a row that one program adds and squares. Small: one request's row of 4096 elements,
-# which comes as up to eight parts, then still gives 16 programs.
+# Elements of a row that one program adds and squares. It is small, so that one request's row of
+# 4096 elements, in up to eight parts, still gives 16 programs.
 ADD_NORM_TILE = Tile(256, 2)
 
 
@@ -68,12 +68,12 @@ class DecodeConfig:
 
 
 class MatmulTiling(NamedTuple):
-    """How a product of few rows with a matrix is shared among programs.
+    """Tile sizes, splits, warps and stages of a product of few rows with a matrix.
 
     Attributes:
       block_n: columns of the matrix in a program's tile.
       block_k: rows of the matrix that are multiplied at once.
-      split_k: programs to a tile, each with its range of the matrix's rows.
+      split_k: programs per tile, each with its range of the matrix's rows.
       swap_ab: whether the matrix is the left operand (swap-AB). Hopper's tensor cores take 64 rows
         of the left operand at a time, and as few as 8 columns of the right one.
       num_warps: of a program.
@@ -89,7 +89,7 @@ class MatmulTiling(NamedTuple):
 
 
 class AttentionTiling(NamedTuple):
-    """How the attention of few tokens to a cache is shared among programs.
+    """Tile sizes, splits, warps and stages of the attention of few tokens to a cache.
 
     Attributes:
       prepares_in_attention: whether each program of attention prepares the queries that it reads.
@@ -123,14 +123,14 @@ def two_warps_suffice(num_rows: int, head_dim: int) -> bool:
 def prepares_in_attention(num_requests: int) -> bool:
     """Returns whether the programs of attention prepare queries, keys and values themselves.
 
-    That saves the launch of `prepare_qkv_kernel`, but every split of the cache sums, scales and
-    rotates the queries again. With four requests or more that takes longer than the split itself.
+    This saves the launch of `prepare_qkv_kernel`, but every split of the cache sums, scales and
+    rotates the queries again. With four requests or more this takes longer than the split itself.
     """
     return num_requests < 4
 
 
 def num_kv_splits(num_request_kv_heads: int, num_slots: int) -> int:
-    """Returns how many programs share a key-value head's cache: at most 32, 2 to a multiprocessor.
+    """Returns the number of programs per key-value head's cache: at most 32, 2 per multiprocessor.
 
     Args:
       num_request_kv_heads: key-value heads of all requests, B * G.
@@ -150,7 +150,7 @@ def num_query_rows(
 ) -> int:
     """Returns M: the query heads of one key-value head, for every token.
 
-    Padding tokens attend to nothing. Where not `is_fused` they have rows too, for their zeros.
+    Padding tokens attend to nothing. Unless `is_fused`, they have rows too, for their zeros.
     """
     return pad_to_mma((num_tokens if is_fused else num_padded_tokens) * queries_per_kv)
 
@@ -158,11 +158,11 @@ def num_query_rows(
 def num_attention_stages(
     num_rows: int, head_dim: int, itemsize: int, shared_memory_bytes: int
 ) -> int:
-    """Returns for how many blocks of slots keys and values are in flight; 0 if not even one fits.
+    """Returns the number of blocks of slots in flight; 0 if not even one fits shared memory.
 
     Triton keeps in shared memory the keys and values of all those blocks but one, the queries and
     the softmax weights. From 64 rows on it uses `wgmma`, which reads its operands from shared
-    memory: it then keeps the keys and values of every block, and the queries.
+    memory. It then keeps the keys and values of every block, and the queries.
     """
     row_bytes = pad_to_mma(head_dim) * itemsize
     block_bytes, query_bytes = BLOCK_KV * row_bytes, num_rows * row_bytes
@@ -175,7 +175,7 @@ def num_attention_stages(
 
 
 def num_register_splits(num_rows: int, head_dim: int) -> int:
-    """Returns how many splits a program's warps hold together, at 128 numbers to a thread."""
+    """Returns the number of splits that a program's warps hold, at 128 numbers per thread."""
     size = 4096 * num_attention_warps(two_warps_suffice(num_rows, head_dim))
     return max(1, size // (pad_to_mma(num_rows) * pad_to_mma(head_dim)))
 
@@ -183,8 +183,8 @@ def num_register_splits(num_rows: int, head_dim: int) -> int:
 def combines_in_attention(num_splits: int, num_rows: int, head_dim: int) -> bool:
     """Returns whether the last program of a key-value head combines its splits.
 
-    That saves a launch. With more splits than it loads in two steps, one program by itself would
-    read for longer than a launch takes.
+    This saves a launch. With more splits than it loads in two steps, that program would read for
+    longer than a launch takes.
     """
     return num_splits <= 2 * num_register_splits(num_rows, head_dim)
 
@@ -199,11 +199,11 @@ def attention_tiling(
     shared_memory_bytes: int,
     config: DecodeConfig = DecodeConfig(),
 ) -> AttentionTiling | None:
-    """Returns how attention to a cache is shared among programs; None if XLA should attend.
+    """Returns the tiling of attention to a cache; None if XLA should attend.
 
     XLA attends for more than 16 tokens, or more than 64 queries of a key-value head. For a prompt,
-    a product over all pairs of tokens is faster. XLA also attends where a program's shared memory
-    is too small.
+    a product over all pairs of tokens is faster. XLA also attends if a program's shared memory is
+    too small.
 
     Args:
       positions: (B, T).
@@ -212,7 +212,7 @@ def attention_tiling(
       queries_per_kv: H / G.
       itemsize: bytes of a number of the cache.
       shared_memory_bytes: of a program.
-      config: sizes that are not the default ones.
+      config: sizes other than the defaults.
     """
     (batch, num_tokens), (_, num_kv_heads, num_slots, head_dim) = positions, cache
     is_fused = _default(config.prepares_in_attention, prepares_in_attention(batch))
@@ -223,7 +223,7 @@ def attention_tiling(
     num_stages = num_attention_stages(num_rows, head_dim, itemsize, shared_memory_bytes)
     if num_stages == 0:
         return None
-    # A fused program loads its first block before it knows the tokens. If that is its only one,
+    # A fused program loads its first block before it knows the tokens. If it has only that block,
     # further stages would take shared memory for nothing.
     has_loop = not is_fused or num_splits * BLOCK_KV < num_slots
     combines = combines_in_attention(num_splits, num_rows, head_dim)
@@ -247,7 +247,7 @@ def matmul_tiling(
 ) -> MatmulTiling | None:
     """Returns the tiling of [rows, size] @ [size, width]; None if none divides the matrix.
 
-    About one program to a multiprocessor, however few rows of the matrix that leaves to each. The
+    There is about one program per multiprocessor, however few rows of the matrix each then has. The
     fewer programs there are, the more stages each has in flight.
 
     Args:
