@@ -62,7 +62,7 @@ def _commit_rows(
 
 _jit_part = functools.partial(jax.jit, static_argnames="options", donate_argnames="state")
 _FUNCTIONS = {
-    "begin": jax.jit(begin_prefill, static_argnames=("config", "implementation")),
+    "begin": jax.jit(begin_prefill, static_argnames="options"),
     "chunk": jax.jit(
         read_prompt_chunk, static_argnames=("chunk_size", "implementation"), donate_argnames="state"
     ),
@@ -101,12 +101,11 @@ class StreamPrograms:
         self._is_late = self.compiles_at_calls or jax.config.values["jax_disable_jit"]
         self._models, self._store = _shapes_of((target, drafter)), store
         self._requests, self._chunk_size = requests, options.chunk_size
-        step = StepOptions(options.config, options.implementation)
-        self._options: dict[str, dict[str, Any]] = {name: {"options": step} for name in _FUNCTIONS}
-        self._options["begin"] = {"config": step.config, "implementation": step.implementation}
+        step = {"options": options.step}
+        self._options: dict[str, dict[str, Any]] = dict.fromkeys(_FUNCTIONS, step)
         self._options["chunk"] = {
             "chunk_size": options.chunk_size,
-            "implementation": options.implementation,
+            "implementation": options.step.implementation,
         }
         # The prompt's row, which the first step commits.
         self._first_rows: Any = None

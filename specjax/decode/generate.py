@@ -8,17 +8,15 @@ import jax.export
 import jax.numpy as jnp
 
 from specjax.config import SpeculativeConfig
-from specjax.decode.capacity import explain_out_of_memory, pad_batch_to_mesh
 from specjax.decode.drafters import Drafter
 from specjax.decode.logprobs import TopLogprobs
 from specjax.decode.metrics import Metrics
-from specjax.decode.options import LoopOptions
-from specjax.decode.prefill import prefill_and_run
-from specjax.decode.request_batch import check_arguments, check_prompt_ids
+from specjax.decode.options import LoopOptions, StepOptions
+from specjax.decode.prefill import start
+from specjax.decode.request_batch import check_arguments
 from specjax.decode.state import DecodeState
 from specjax.decode.step import run_step
-from specjax.devices.placement import pvary_like, with_auto_axes
-from specjax.implementation import Implementation
+from specjax.devices.placement import pvary_like
 from specjax.processing.sampling_params import SamplingParams
 from specjax.types import Model
 
@@ -123,12 +121,7 @@ def generate(
         config=config,
         options=options,
     )
-    num_rows = 1 + (0 if drafter is None else static.config.num_speculative_tokens)
-    check_prompt_ids(target, requests, num_rows)
-    with explain_out_of_memory(target, drafter, *requests.token_ids.shape):
-        filled = pad_batch_to_mesh(requests, target.placement)
-        run = functools.partial(prefill_and_run, run_loop, options=static)
-        generation = with_auto_axes(run, target, drafter, filled, like=requests)
+    generation = start(run_loop, target, drafter, requests, static)
     return take_first_requests(generation, requests.lengths.shape[0])
 
 
@@ -139,19 +132,18 @@ def take_first_requests(generation: Generation, size: int) -> Generation:
     return jax.tree.map(lambda x: x[:size], generation)
 
 
-@functools.partial(jax.jit, static_argnames=("config", "implementation"))
+@functools.partial(jax.jit, static_argnames="options")
 def run_loop(
     target: Model,
     drafter: Drafter | None,
     state: DecodeState,
     *,
-    config: SpeculativeConfig,
-    implementation: Implementation | None,
+    options: StepOptions,
 ) -> Generation:
     """Takes steps until every request has ended, and returns what `generate` returns."""
 
     def take_step(state: DecodeState) -> DecodeState:
-        after, _ = run_step(target, drafter, state, config=config, implementation=implementation)
+        after, _ = run_step(target, drafter, state, options=options)
         return pvary_like(after, state)
 
     start = pvary_like(state, state, target, drafter)

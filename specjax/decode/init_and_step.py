@@ -6,11 +6,10 @@ from typing import Any
 import jax
 
 from specjax.config import SpeculativeConfig
-from specjax.decode.capacity import explain_out_of_memory, pad_batch_to_mesh
 from specjax.decode.drafters import Drafter
 from specjax.decode.options import LoopOptions
-from specjax.decode.prefill import prefill_and_run
-from specjax.decode.request_batch import check_arguments, check_prompt_ids, check_step_options
+from specjax.decode.prefill import start
+from specjax.decode.request_batch import check_arguments, check_step_options
 from specjax.decode.state import DecodeState, StepInfo
 from specjax.decode.step import run_step
 from specjax.devices.placement import with_auto_axes
@@ -80,17 +79,13 @@ def init(
         config=config,
         options=options,
     )
-    num_rows = 1 + (0 if drafter is None else static.config.num_speculative_tokens)
-    check_prompt_ids(target, requests, num_rows)
     if first_mask is not None:
         settings, size = requests.settings, requests.lengths.shape[0]
+        num_rows = static.step.num_rows(drafter)
         masked = with_first_mask(settings.sampling, first_mask, size, num_rows)
         requests = requests._replace(settings=settings._replace(sampling=masked))
-    with explain_out_of_memory(target, drafter, *requests.token_ids.shape):
-        filled = pad_batch_to_mesh(requests, target.placement)
-        run = functools.partial(prefill_and_run, run_step, options=static)
-        state, _ = with_auto_axes(run, target, drafter, filled, like=requests)
-        return state
+    state, _ = start(run_step, target, drafter, requests, static)
+    return state
 
 
 def step(
@@ -136,7 +131,7 @@ def step(
       ([[0, 1, 0, -1]], [1])
     """
     config = SpeculativeConfig() if config is None else config
-    config_key, implementation = check_step_options(config, implementation)
+    options = check_step_options(config, implementation)
     k = 0 if drafter is None else config.num_speculative_tokens
     is_auto = drafter is not None and config.adaptive_k
     if (k, is_auto) != (state.metrics.num_drafted.shape[-1], state.k_policy.is_adaptive):
@@ -155,6 +150,6 @@ def step(
     size = state.lengths.shape[0]
     sampling = with_row_masks(state.settings.sampling, allowed, size, k + 1)
     state = state._replace(settings=state.settings._replace(sampling=sampling))
-    run = functools.partial(run_step, config=config_key, implementation=implementation)
+    run = functools.partial(run_step, options=options)
     # One array of the state, since a step may last half a millisecond.
     return with_auto_axes(run, target, drafter, state, like=state.token_ids)

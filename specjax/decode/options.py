@@ -60,7 +60,7 @@ class LoopOptions:
 
 @dataclasses.dataclass(frozen=True)
 class StepOptions:
-    """Static options of a step: other ones are another program.
+    """Checked options of a step, a static argument of `jit`: other ones are another program.
 
     Attributes:
       config: a compile key.
@@ -69,6 +69,10 @@ class StepOptions:
 
     config: SpeculativeConfig
     implementation: Implementation | None
+
+    def num_rows(self, drafter: object) -> int:
+        """Returns K + 1, the rows of a step; 1 where the drafter is None."""
+        return 1 if drafter is None else 1 + self.config.num_speculative_tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,13 +80,11 @@ class StaticOptions:
     """Checked options of the programs of a loop, a static argument of `jit`.
 
     Attributes:
-      config: a compile key.
-      implementation: a resolved one if the caller named one, else None.
+      step: of each step.
       chunk_size: most tokens of a request's prompt that the models read at once.
     """
 
-    config: SpeculativeConfig
-    implementation: Implementation | None
+    step: StepOptions
     chunk_size: int
 
 

@@ -11,18 +11,19 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import get_opaque_trace_state
 
-from specjax.config import SpeculativeConfig
 from specjax.core.noise import fold_in_rows
 from specjax.decode.adaptive_k import init_history
+from specjax.decode.capacity import explain_out_of_memory, pad_batch_to_mesh
 from specjax.decode.compile.compiler_options import prefill_options
 from specjax.decode.draft_step import propose_draft
 from specjax.decode.drafters import Drafter
 from specjax.decode.logprobs import empty_logprobs
 from specjax.decode.metrics import init_metrics
 from specjax.decode.options import StaticOptions, StepOptions
+from specjax.decode.request_batch import check_prompt_ids
 from specjax.decode.state import DecodeState, RequestBatch
 from specjax.decode.target_step import TargetRows, apply_model, gather_row, score_hidden
-from specjax.devices.placement import pvary_like
+from specjax.devices.placement import pvary_like, with_auto_axes
 from specjax.implementation import Implementation
 from specjax.processing.apply_sampling import count_prompt
 from specjax.processing.grammar import start_states
@@ -32,9 +33,9 @@ __all__ = [
     "LoweredProgram",
     "begin_compilation",
     "begin_prefill",
-    "prefill_and_run",
     "read_prompt_chunk",
     "run_prefill",
+    "start",
 ]
 
 _NOT_TRACED = get_opaque_trace_state(convention="flax")
@@ -52,7 +53,30 @@ class LoweredProgram(NamedTuple):
     compilation: futures.Future[Any]
 
 
-def prefill_and_run(
+def start(
+    run: Any,
+    target: Model,
+    drafter: Drafter | None,
+    requests: RequestBatch,
+    options: StaticOptions,
+) -> Any:
+    """Returns the result of `run` after the prompts are checked and read.
+
+    Args:
+      run: a jitted function of target, drafter, state and the options of a step.
+      target: as in `init`.
+      drafter: as in `init`.
+      requests: from `check_arguments`.
+      options: from `check_arguments`.
+    """
+    check_prompt_ids(target, requests, options.step.num_rows(drafter))
+    with explain_out_of_memory(target, drafter, *requests.token_ids.shape):
+        filled = pad_batch_to_mesh(requests, target.placement)
+        function = functools.partial(_prefill_and_run, run, options=options)
+        return with_auto_axes(function, target, drafter, filled, like=requests)
+
+
+def _prefill_and_run(
     run: Any,
     target: Model,
     drafter: Drafter | None,
@@ -66,7 +90,7 @@ def prefill_and_run(
     trace, both are part of the caller's program.
 
     Args:
-      run: a jitted function of target, drafter, state and the options of a step.
+      run: as in `start`.
       target: as in `init`.
       drafter: as in `init`.
       requests: as in `run_prefill`.
@@ -78,8 +102,7 @@ def prefill_and_run(
     futures.wait(program.compilation for program in programs[:1])
     state = _prefill_program()(target, drafter, requests, options=options)
     futures.wait(program.compilation for program in programs[1:])
-    config, implementation = options.config, options.implementation
-    return run(target, drafter, state, config=config, implementation=implementation)
+    return run(target, drafter, state, options=options.step)
 
 
 def _begin_compilation(
@@ -131,8 +154,7 @@ def begin_compilation(
                 lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
                 *(state, shardings),
             )
-        config, implementation = options.config, options.implementation
-        lowered = run.lower(target, drafter, state, config=config, implementation=implementation)
+        lowered = run.lower(target, drafter, state, options=options.step)
         return prefill, LoweredProgram(lowered, pool.submit(lowered.compile))
     finally:
         pool.shutdown(wait=False)
@@ -169,8 +191,7 @@ def run_prefill(
       requests: in buffers of their size S.
       options: from `check_arguments`.
     """
-    config, implementation = options.config, options.implementation
-    state = begin_prefill(target, drafter, requests, config=config, implementation=implementation)
+    state = begin_prefill(target, drafter, requests, options=options.step)
     prompt, lengths, _ = requests
     chunk_size = min(options.chunk_size, prompt.shape[1])
     padded = jnp.pad(prompt, ((0, 0), (0, -prompt.shape[1] % chunk_size)))
@@ -189,12 +210,7 @@ def run_prefill(
 
 
 def begin_prefill(
-    target: Model,
-    drafter: Drafter | None,
-    requests: RequestBatch,
-    *,
-    config: SpeculativeConfig,
-    implementation: Implementation | None,
+    target: Model, drafter: Drafter | None, requests: RequestBatch, *, options: StepOptions
 ) -> DecodeState:
     """Returns a state that has read nothing of the prompts; arguments as in `run_prefill`."""
     prompt, lengths, settings = requests
@@ -206,7 +222,7 @@ def begin_prefill(
     token_ids = jnp.where(jnp.arange(width, dtype=jnp.int32)[None] < lengths[:, None], prompt, -1)
     cache = target.init_cache(size, width)
     drafter_state = None if drafter is None else drafter.init(drafter.params, size, width)
-    k = 0 if drafter is None else config.num_speculative_tokens
+    k = options.num_rows(drafter) - 1
     none_drafted = jnp.zeros((size,), jnp.int32)
     state = DecodeState(
         token_ids=token_ids,
@@ -231,7 +247,6 @@ def begin_prefill(
     if drafter is None:
         return state
     text = (state.history, hidden, settings, none_drafted)
-    options = StepOptions(config, implementation)
     draft, _ = propose_draft.eval_shape(drafter, drafter_state, *text, options=options)
     draft = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), draft)
     return state._replace(draft=draft.replace(num_tokens=none_drafted))

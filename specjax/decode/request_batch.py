@@ -30,6 +30,7 @@ from specjax.decode.options import (
     PREFILL_CHUNK_SIZE,
     LoopOptions,
     StaticOptions,
+    StepOptions,
     check_options_type,
 )
 from specjax.decode.state import RequestBatch, Settings
@@ -60,7 +61,7 @@ def check_arguments(
     logprobs = check_logprobs_config(options.num_logprobs, options.logprobs_mode)
     if isinstance(sampling, SamplingParams) and all(field is None for field in sampling):
         sampling = None
-    config_key, implementation = check_step_options(config, options.implementation)
+    step_options = check_step_options(config, options.implementation)
     prompt, lengths = (as_host_array(x) for x in parse_prompts(prompts))
     size, width = prompt.shape
     max_new_tokens = parse_budget(max_new_tokens, size)
@@ -85,7 +86,7 @@ def check_arguments(
     why = "the tokens of a prompt that are read at once"
     chunk_size = check_count("prefill_chunk_size", chunk_size, 1, why)
     requests = RequestBatch(pad_prompt(prompt, max_length), lengths, settings)
-    return requests, StaticOptions(config_key, implementation, chunk_size)
+    return requests, StaticOptions(step_options, chunk_size)
 
 
 def parse_prompts(prompts: Any) -> tuple[Any, Any]:
@@ -200,12 +201,12 @@ def check_prompt_ids(
 
 def check_step_options(
     config: SpeculativeConfig, implementation: str | Implementation | None
-) -> tuple[SpeculativeConfig, Implementation | None]:
-    """Returns what a step is compiled for: a compile key, and what the caller named, resolved."""
+) -> StepOptions:
+    """Returns the options of a step, or refuses them."""
     check_noise_dtype(config.noise_dtype)
     # Also without a name: this looks for Pallas, and the newest JAX traces anew once it is found.
     resolved = resolve_implementation(implementation)
-    return config.compile_key(), None if implementation is None else resolved
+    return StepOptions(config.compile_key(), None if implementation is None else resolved)
 
 
 def _check_types(target: Any, drafter: Any, config: Any, options: Any) -> None:

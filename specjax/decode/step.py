@@ -17,7 +17,6 @@ import jax
 import jax.numpy as jnp
 
 from specjax.call_arrays import CallOptions, VerifyArrays
-from specjax.config import SpeculativeConfig
 from specjax.core.rule import COUPLED, static_rule
 from specjax.decode.commit import Origin, append, append_emitted
 from specjax.decode.draft_step import discard_incompatible_draft, draft_next
@@ -34,7 +33,7 @@ from specjax.decode.target_step import (
     score_draft,
     step_inputs,
 )
-from specjax.implementation import Implementation, resolve_implementation
+from specjax.implementation import resolve_implementation
 from specjax.processing.grammar import advance
 from specjax.processing.token_counts import add_to_counts
 from specjax.samplers.batch import verify_over_mesh
@@ -44,14 +43,13 @@ from specjax.types import Model
 __all__ = ["commit_emitted", "compute_rows", "extend_drafter", "run_step", "verify_pending"]
 
 
-@functools.partial(jax.jit, static_argnames=("config", "implementation", "row_buckets"))
+@functools.partial(jax.jit, static_argnames=("options", "row_buckets"))
 def run_step(
     target: Model,
     drafter: Drafter | None,
     state: DecodeState,
     *,
-    config: SpeculativeConfig,
-    implementation: Implementation | None,
+    options: StepOptions,
     row_buckets: tuple[int, ...] = (),
 ) -> tuple[DecodeState, StepInfo]:
     """Computes rows, verifies, commits, extends and drafts; returns the next state and the info.
@@ -60,12 +58,10 @@ def run_step(
       target: as in `step`.
       drafter: as in `step`.
       state: as in `step`.
-      config: a compile key.
-      implementation: a resolved one if the caller named one, else None.
+      options: of the step.
       row_buckets: numbers of drafted tokens, besides 0 and K, for which a step of adaptive K has a
         copy of the target's layers.
     """
-    options = StepOptions(config, implementation)
     before, rows = compute_rows(target, drafter, state, options, row_buckets)
     info = verify_pending(before, rows, options)
     state = commit_emitted(before, rows, info)

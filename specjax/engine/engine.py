@@ -17,7 +17,7 @@ from specjax.decode.matchers import Matcher, new_masks
 from specjax.decode.options import LoopOptions, check_capacity
 from specjax.decode.request_batch import check_arguments
 from specjax.decode.state import Settings
-from specjax.engine.programs import choose_chunk_size, make_programs, warm_up
+from specjax.engine.programs import default_chunk_size, make_programs, warm_up
 from specjax.engine.queue import PromptGroup
 from specjax.engine.request import Request
 from specjax.engine.scheduler import Scheduler
@@ -118,21 +118,20 @@ class Engine:
             config=config,
             options=options,
         )
-        chunk_size = None if options.prefill_chunk_size is None else static.chunk_size
+        is_default = options.prefill_chunk_size is None
+        chunk_size = default_chunk_size() if is_default else static.chunk_size
         defaults = drop_batch_axis(sampling)
         programs = make_programs(
             target,
             drafter,
             _settings_of_slots(requests.settings, defaults, k_by_rate),
             max_length=max_length,
-            chunk_size=min(choose_chunk_size(chunk_size), max_length),
-            config=static.config,
-            implementation=static.implementation,
+            chunk_size=min(chunk_size, max_length),
+            options=static.step,
         )
         self.num_slots, self.max_length = num_slots, max_length
         self.slot_bytes, vocab_size = programs.slot_bytes, programs.vocab_size
-        num_rows = 1 + (0 if drafter is None else static.config.num_speculative_tokens)
-        shape = num_slots, num_rows, vocab_size
+        shape = num_slots, static.step.num_rows(drafter), vocab_size
         all_allowed = all_allowed_masks(takes_matchers, defaults, shape)
         takes_matchers = all_allowed is not None
         self._limits = EngineLimits(max_length, vocab_size, defaults, tokenizer, takes_matchers)

@@ -14,20 +14,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax.config import SpeculativeConfig
 from specjax.decode.capacity import format_bytes
 from specjax.decode.drafters import Drafter, reads_chunks
-from specjax.decode.options import PREFILL_CHUNK_SIZE
+from specjax.decode.options import PREFILL_CHUNK_SIZE, StepOptions
 from specjax.decode.state import DecodeState, Settings
 from specjax.decode.target_step import count_rows, vocabulary_size
 from specjax.engine import slots
 from specjax.engine.slots import PromptRow, RequestSettings, StepOutput
-from specjax.implementation import Implementation
 from specjax.types import Model
 
 __all__ = [
     "Programs",
-    "choose_chunk_size",
+    "default_chunk_size",
     "devices_of",
     "empty_chunk",
     "explain_slots_out_of_memory",
@@ -121,8 +119,7 @@ def make_programs(
     *,
     max_length: int,
     chunk_size: int,
-    config: SpeculativeConfig,
-    implementation: Implementation | None,
+    options: StepOptions,
 ) -> Programs:
     """Returns the programs of an engine; nothing is compiled yet.
 
@@ -132,17 +129,15 @@ def make_programs(
       settings: of B equal requests.
       max_length: S.
       chunk_size: C.
-      config: a compile key.
-      implementation: as in `run_step`.
+      options: as in `run_step`.
 
     Raises:
       ValueError: for a mesh with several processes or several devices for requests. Also for a
         cache with a leaf without an axis of requests, and for drafts with `rows`.
     """
     _check_placement(target)
-    options = {"config": config, "implementation": implementation}
     empty = functools.partial(
-        slots.empty_slots, target, drafter, settings, max_length=max_length, **options
+        slots.empty_slots, target, drafter, settings, max_length=max_length, options=options
     )
     axes_of_row = slots.row_axes(target, drafter, max_length)
     shapes = slots.empty_slots.eval_shape(*empty.args, **empty.keywords)
@@ -174,9 +169,9 @@ def make_programs(
         put_row=functools.partial(slots.put, axes=leaf_axes),
         prefill_batch=prefill_chunk,
         take_row=functools.partial(slots.take, axes=leaf_axes),
-        admit=functools.partial(slots.admit, target, drafter, axes=axes, **options),
+        admit=functools.partial(slots.admit, target, drafter, axes=axes, options=options),
         step=functools.partial(
-            slots.step_slots, target, drafter, row_buckets=row_buckets, **options
+            slots.step_slots, target, drafter, row_buckets=row_buckets, options=options
         ),
         release=slots.release,
         park=functools.partial(slots.take, axes=axes),
@@ -204,14 +199,12 @@ def _check_placement(target: Model) -> None:
         )
 
 
-def choose_chunk_size(chunk_size: int | None) -> int:
-    """Returns how many tokens of a prompt are read at once; None chooses by the device.
+def default_chunk_size() -> int:
+    """Returns how many tokens of a prompt are read at once on this device.
 
     An H200 reads 256 of them with 8B and 1B shapes in 12 to 18 ms, 128 in 9 to 13. A CPU reads
     padding as slowly as tokens.
     """
-    if chunk_size is not None:
-        return chunk_size
     return 2 * PREFILL_CHUNK_SIZE if jax.default_backend() == "gpu" else PREFILL_CHUNK_SIZE
 
 

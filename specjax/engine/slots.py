@@ -16,15 +16,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax.config import SpeculativeConfig
 from specjax.decode.drafters import Drafter
 from specjax.decode.logprobs import TopLogprobs
 from specjax.decode.metrics import Metrics
+from specjax.decode.options import StepOptions
 from specjax.decode.prefill import begin_prefill
 from specjax.decode.state import DecodeState, RequestBatch, Settings
 from specjax.decode.step import run_step
 from specjax.decode.target_step import apply_model, count_drafted, count_rows
-from specjax.implementation import Implementation
 from specjax.processing.sampling_params import SamplingParams
 from specjax.types import Model
 
@@ -169,15 +168,14 @@ def prefill_chunk(
 # Slots --------------------------------------------------------------------------------------------
 
 
-@functools.partial(jax.jit, static_argnames=("max_length", "config", "implementation"))
+@functools.partial(jax.jit, static_argnames=("max_length", "options"))
 def empty_slots(
     target: Model,
     drafter: Drafter | None,
     settings: Settings,
     *,
     max_length: int,
-    config: SpeculativeConfig,
-    implementation: Implementation | None,
+    options: StepOptions,
 ) -> DecodeState:
     """Returns a state of slots without requests.
 
@@ -186,19 +184,16 @@ def empty_slots(
       drafter: as in `Engine`.
       settings: of B equal requests, with [B, E] end-of-sequence ids.
       max_length: S.
-      config: a compile key.
-      implementation: as in `run_step`.
+      options: as in `run_step`.
     """
     size = settings.prompt_lengths.shape[0]
     prompts = jnp.zeros((size, max_length), jnp.int32)
     requests = RequestBatch(prompts, jnp.ones((size,), jnp.int32), settings)
-    state = begin_prefill(target, drafter, requests, config=config, implementation=implementation)
+    state = begin_prefill(target, drafter, requests, options=options)
     return _with_own_buffers(release(state, jnp.ones(size, bool)))
 
 
-@functools.partial(
-    jax.jit, static_argnames=("config", "implementation", "axes"), donate_argnames="slots"
-)
+@functools.partial(jax.jit, static_argnames=("options", "axes"), donate_argnames="slots")
 def admit(
     target: Model,
     drafter: Drafter | None,
@@ -208,8 +203,7 @@ def admit(
     prompt: jax.Array,
     request: RequestSettings,
     *,
-    config: SpeculativeConfig,
-    implementation: Implementation | None,
+    options: StepOptions,
     axes: tuple[int, ...],
 ) -> DecodeState:
     """Returns the slots with a request in one of them; its first step is the next one.
@@ -222,8 +216,7 @@ def admit(
       slot: i32.
       prompt: i32[1, S]; tokens after the prompt are ignored.
       request: its settings.
-      config: a compile key.
-      implementation: as in `run_step`.
+      options: as in `run_step`.
       axes: from `slot_axes`.
     """
     fields = request._asdict()
@@ -236,22 +229,19 @@ def admit(
         sampling = settings.sampling._replace(grammar=slots.settings.sampling.grammar)
         settings = settings._replace(sampling=sampling)
     requests = RequestBatch(prompt, settings.prompt_lengths, settings)
-    one = begin_prefill(target, drafter, requests, config=config, implementation=implementation)
+    one = begin_prefill(target, drafter, requests, options=options)
     row = grow_row(target, drafter, row, max_length=prompt.shape[1])
     return put(slots, one._replace(**row._asdict()), slot, axes=axes)
 
 
-@functools.partial(
-    jax.jit, static_argnames=("config", "implementation", "row_buckets"), donate_argnames="slots"
-)
+@functools.partial(jax.jit, static_argnames=("options", "row_buckets"), donate_argnames="slots")
 def step_slots(
     target: Model,
     drafter: Drafter | None,
     slots: DecodeState,
     allowed: jax.Array | None,
     *,
-    config: SpeculativeConfig,
-    implementation: Implementation | None,
+    options: StepOptions,
     row_buckets: tuple[int, ...],
 ) -> tuple[DecodeState, StepOutput]:
     """Returns the slots after one step of every request, and the tokens that it committed.
@@ -261,8 +251,7 @@ def step_slots(
       drafter: as in `Engine`.
       slots: before.
       allowed: u32[B, K + 1, ceil(V / 32)], a host's masks of the rows of this step; or None.
-      config: as in `run_step`.
-      implementation: as in `run_step`.
+      options: as in `run_step`.
       row_buckets: as in `run_step`.
     """
     before, sampling = slots.lengths, slots.settings.sampling
@@ -273,8 +262,7 @@ def step_slots(
         target,
         drafter,
         _with_sampling(slots, masked),
-        config=config,
-        implementation=implementation,
+        options=options,
         row_buckets=row_buckets,
     )
     slots = _with_sampling(slots, sampling)

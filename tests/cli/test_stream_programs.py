@@ -50,7 +50,7 @@ def test_chunks_give_the_row_that_the_last_token_would_give(taps):
     requests, static = check_arguments(MODEL, drafter, prompts, **options)
     before = run_prefill(MODEL, drafter, requests, options=static)
     size = {"chunk_size": static.chunk_size, "implementation": None}
-    state = begin_prefill(MODEL, drafter, requests, config=static.config, implementation=None)
+    state = begin_prefill(MODEL, drafter, requests, options=static.step)
     for done in (0, 2, 4):
         state, rows = read_prompt_chunk(MODEL, drafter, state, jnp.int32(done), **size)
     plain = {"k": 0, "implementation": None, "taps": taps}

@@ -604,13 +604,13 @@ def primitives(jaxpr, is_inside=False):
 def test_no_kernel_of_a_step_of_decoding_is_left_to_gspmd():
     """GSPMD brings a kernel the rows of all devices."""
     target, drafter = on_h200s(), specjax.model_drafter(on_h200s(replicate=True))
-    options = dict(config=specjax.SpeculativeConfig(2), implementation=HOPPER)
-    given = dict(config=options["config"], options=specjax.LoopOptions(implementation=HOPPER))
+    options = specjax.LoopOptions(implementation=HOPPER)
+    given = dict(config=specjax.SpeculativeConfig(2), options=options)
     given |= dict(keys=keys_of(4), max_new_tokens=9, temperature=np.float32(0.7))
     with jax.sharding.use_abstract_mesh(target.placement.mesh):
         requests, static = check_arguments(target, drafter, [[0] * 8] * 4, **given)
         state = run_prefill.eval_shape(target, drafter, requests, options=static)
-        traced = run_step.trace(target, drafter, state, **options)
+        traced = run_step.trace(target, drafter, state, options=static.step)
     found = collections.Counter(primitives(traced.jaxpr.jaxpr))
     assert found["pallas_call", True] > 20
     assert found["pallas_call", False] == 0
