@@ -18,7 +18,7 @@ from specjax.decode.drafters import Drafter
 from specjax.decode.logprobs import TopLogprobs
 from specjax.decode.metrics import Metrics
 from specjax.decode.options import PREFILL_CHUNK_SIZE, LoopOptions
-from specjax.decode.request_batch import check_arguments
+from specjax.decode.request_batch import RequestArguments, check_arguments
 from specjax.decode.state import DecodeState
 from specjax.engine.request import FinishReason
 from specjax.engine.stop_strings import StoppedText
@@ -133,23 +133,21 @@ def _chunk_size(job: GenerateJob) -> int:
 
 def begin_programs(job: GenerateJob) -> StreamPrograms:
     """Returns the programs that stream a job's text; reads only the shapes of its weights."""
-    requests, options = check_arguments(
-        job.target,
-        job.drafter,
+    given = RequestArguments(
         [job.prompt_ids],
-        keys=job.key[None],
-        max_new_tokens=job.max_new_tokens,
-        temperature=np.float32(job.temperature),
-        eos_token_ids=np.array(job.eos_token_ids, np.int32),
-        sampling=job.sampling,
-        config=job.config,
-        options=LoopOptions(prefill_chunk_size=_chunk_size(job), num_logprobs=job.num_logprobs),
+        job.key[None],
+        job.max_new_tokens,
+        np.float32(job.temperature),
+        np.array(job.eos_token_ids, np.int32),
+        job.sampling,
     )
+    options = LoopOptions(prefill_chunk_size=_chunk_size(job), num_logprobs=job.num_logprobs)
+    requests, static = check_arguments(job.target, job.drafter, given, job.config, options)
     store = None
     if job.folder is not None:
-        types = jax.tree.map(_describe, (requests, options))
+        types = jax.tree.map(_describe, (requests, static))
         store = ProgramStore(job.folder, repr((job.models, job.drafter is None, types)))
-    return StreamPrograms(job.target, job.drafter, requests, options, store)
+    return StreamPrograms(job.target, job.drafter, requests, static, store)
 
 
 def _describe(argument: Any) -> str:

@@ -32,7 +32,6 @@ have, because costs omit prompts that a drafter reads and drafts that the ends o
 A shared k follows past steps of the other requests, too. Each output still follows the target.
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -56,7 +55,6 @@ __all__ = [
     "init_history",
     "k_by_rate",
     "k_policy",
-    "longest_draft",
     "throughput_by_rate",
 ]
 
@@ -109,16 +107,9 @@ class FixedK:
         """Returns `num_tokens`: all that a text has room for."""
         return num_tokens
 
-    def run_smallest_k(
-        self,
-        function: Callable[[int, Any], tuple[Any, Any]],
-        operand: Any,
-        num_drafted: jax.Array,
-        k: int,
-        buckets: tuple[int, ...],
-    ) -> tuple[Any, Any]:
-        """Returns `function(k, operand)`."""
-        return function(k, operand)
+    def draft_sizes(self, k: int, buckets: tuple[int, ...]) -> list[int]:
+        """Returns K, for which alone a step has a program."""
+        return [k]
 
     def run_if_any(
         self, num_tokens: jax.Array, function: Callable[[Any], Any], operand: Any
@@ -169,44 +160,14 @@ class AdaptiveK:
     def _best_k(self, is_active: jax.Array) -> jax.Array:
         return jnp.take(self.table, _rate_index(self.history))
 
-    def run_smallest_k(
-        self,
-        function: Callable[[int, Any], tuple[Any, Any]],
-        operand: Any,
-        num_drafted: jax.Array,
-        k: int,
-        buckets: tuple[int, ...],
-    ) -> tuple[Any, Any]:
-        """Returns `function` of the smallest k that holds every draft: 0, a bucket, or K.
+    def draft_sizes(self, k: int, buckets: tuple[int, ...]) -> list[int]:
+        """Returns the numbers of drafted tokens for which a step has a program, in rising order.
 
         Args:
-          function: `(k, operand) -> (operand, arrays)`. It writes the operand in place; the arrays
-            are [B, k + 1, ...].
-          operand: for instance a cache.
-          num_drafted: i32[B], tokens of each draft.
           k: K.
-          buckets: numbers between 0 and K. Each is one more copy of `function` to compile.
-
-        Returns:
-          The operand, and arrays [B, K + 1, ...]: zeros after row k.
+          buckets: numbers besides 0 and K. Each is one more copy of the target's layers.
         """
-        if not k:
-            return function(k, operand)
-        shapes = jax.eval_shape(functools.partial(function, k), operand)[1]
-
-        def run(number: int, last: tuple[Any, Any]) -> tuple[Any, Any]:
-            operand, rows = function(number, last[0])
-            return operand, jax.tree.map(functools.partial(_pad_rows, size=k + 1), rows)
-
-        last = operand, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-        longest = jnp.max(num_drafted)
-        is_done = longest <= 0
-        last = cond_in_place(is_done, functools.partial(run, 0), last)
-        for number in sorted({number for number in buckets if 0 < number < k}):
-            fits = ~is_done & (longest <= number)
-            last = cond_in_place(fits, functools.partial(run, number), last)
-            is_done |= fits
-        return cond_in_place(~is_done, functools.partial(run, k), last)
+        return sorted({0, k, *(number for number in buckets if 0 < number < k)})
 
     def run_if_any(
         self, num_tokens: jax.Array, function: Callable[[Any], Any], operand: Any
@@ -302,16 +263,6 @@ def k_policy(table: Any, history: DraftHistory | None) -> FixedK | AdaptiveK:
     return (AdaptiveK if table.ndim == 1 else SharedK)(table, history)
 
 
-def longest_draft(config: SpeculativeConfig, num_tokens: jax.Array) -> jax.Array | None:
-    """Returns how many tokens the longest draft of a batch has, i32[]; None is K.
-
-    Args:
-      config: a compile key.
-      num_tokens: i32[B], most drafted tokens of each request.
-    """
-    return jnp.max(num_tokens) if config.adaptive_k else None
-
-
 def cond_in_place(predicate: jax.Array, function: Callable[[Any], Any], operand: Any) -> Any:
     """Returns `function(operand)` where the predicate holds, else the operand.
 
@@ -405,13 +356,6 @@ def _rate_index(history: DraftHistory) -> jax.Array:
 
 def _decay(count: jax.Array) -> jax.Array:
     return count - (count >> _DECAY_SHIFT)
-
-
-def _pad_rows(rows: jax.Array, size: int) -> jax.Array:
-    """Returns rows [B, size, ...] with zeros after the given ones."""
-    widths = [(0, 0)] * rows.ndim
-    widths[1] = (0, size - rows.shape[1])
-    return jnp.pad(rows, widths)
 
 
 jax.export.register_namedtuple_serialization(DraftHistory, serialized_name="specjax.DraftHistory")

@@ -13,7 +13,7 @@ from specjax.decode.logprobs import TopLogprobs
 from specjax.decode.metrics import Metrics
 from specjax.decode.options import LoopOptions, StepOptions
 from specjax.decode.prefill import start
-from specjax.decode.request_batch import check_arguments
+from specjax.decode.request_batch import RequestArguments, check_arguments
 from specjax.decode.state import DecodeState
 from specjax.decode.step import run_step
 from specjax.devices.placement import pvary_like
@@ -109,18 +109,8 @@ def generate(
     References:
       Leviathan et al., 2023, arXiv:2211.17192; Chen et al., 2023, arXiv:2302.01318.
     """
-    requests, static = check_arguments(
-        target,
-        drafter,
-        prompts,
-        keys=keys,
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        eos_token_ids=eos_token_ids,
-        sampling=sampling,
-        config=config,
-        options=options,
-    )
+    given = RequestArguments(prompts, keys, max_new_tokens, temperature, eos_token_ids, sampling)
+    requests, static = check_arguments(target, drafter, given, config, options)
     generation = start(run_loop, target, drafter, requests, static)
     return take_first_requests(generation, requests.lengths.shape[0])
 

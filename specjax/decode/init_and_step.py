@@ -9,7 +9,7 @@ from specjax.config import SpeculativeConfig
 from specjax.decode.drafters import Drafter
 from specjax.decode.options import LoopOptions
 from specjax.decode.prefill import start
-from specjax.decode.request_batch import check_arguments, check_step_options
+from specjax.decode.request_batch import RequestArguments, check_arguments, check_step_options
 from specjax.decode.state import DecodeState, StepInfo
 from specjax.decode.step import run_step
 from specjax.devices.placement import with_auto_axes
@@ -67,18 +67,8 @@ def init(
       ([[0, 1, -1, -1]], [2])
     """
     sampling, first_mask = split_first_mask(sampling)
-    requests, static = check_arguments(
-        target,
-        drafter,
-        prompts,
-        keys=keys,
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        eos_token_ids=eos_token_ids,
-        sampling=sampling,
-        config=config,
-        options=options,
-    )
+    given = RequestArguments(prompts, keys, max_new_tokens, temperature, eos_token_ids, sampling)
+    requests, static = check_arguments(target, drafter, given, config, options)
     if first_mask is not None:
         settings, size = requests.settings, requests.lengths.shape[0]
         num_rows = static.step.num_rows(drafter)

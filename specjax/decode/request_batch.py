@@ -1,7 +1,7 @@
 """The requests of a batch, from what `generate` and `init` are given to checked arrays."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -39,19 +39,30 @@ from specjax.implementation import Implementation, resolve_implementation
 from specjax.processing.sampling_params import SamplingParams, read_sampling
 from specjax.types import Model
 
-__all__ = ["check_arguments", "check_prompt_ids", "check_step_options", "parse_prompts"]
+__all__ = [
+    "RequestArguments",
+    "check_arguments",
+    "check_prompt_ids",
+    "check_step_options",
+    "parse_prompts",
+]
+
+
+class RequestArguments(NamedTuple):
+    """Arguments of `generate` that are data, unchecked."""
+
+    prompts: Any
+    keys: jax.Array
+    max_new_tokens: Any
+    temperature: Any = 1.0
+    eos_token_ids: Any = ()
+    sampling: SamplingParams | None = None
 
 
 def check_arguments(
     target: Model,
     drafter: Drafter | None,
-    prompts: Any,
-    *,
-    keys: jax.Array,
-    max_new_tokens: Any,
-    temperature: Any = 1.0,
-    eos_token_ids: Any = (),
-    sampling: SamplingParams | None = None,
+    given: RequestArguments,
     config: SpeculativeConfig | None = None,
     options: LoopOptions = LoopOptions(),
 ) -> tuple[RequestBatch, StaticOptions]:
@@ -59,23 +70,25 @@ def check_arguments(
     config = SpeculativeConfig() if config is None else config
     _check_types(target, drafter, config, options)
     logprobs = check_logprobs_config(options.num_logprobs, options.logprobs_mode)
+    sampling = given.sampling
     if isinstance(sampling, SamplingParams) and all(field is None for field in sampling):
         sampling = None
     step_options = check_step_options(config, options.implementation)
-    prompt, lengths = (as_host_array(x) for x in parse_prompts(prompts))
+    prompt, lengths = (as_host_array(x) for x in parse_prompts(given.prompts))
     size, width = prompt.shape
-    max_new_tokens = parse_budget(max_new_tokens, size)
+    max_new_tokens = parse_budget(given.max_new_tokens, size)
     room = (options.max_length, width, lengths, max_new_tokens, target.max_length)
     max_length = choose_max_length(*room)
-    temperature = as_host_array(parse_array("temperature", temperature, jnp.float32, (), (size,)))
+    temperature = parse_array("temperature", given.temperature, jnp.float32, (), (size,))
+    temperature = as_host_array(temperature)
     if isinstance(temperature, np.ndarray):
         temperature = np.broadcast_to(temperature, (size,))
     settings = Settings(
-        keys=check_keys(keys, size),
+        keys=check_keys(given.keys, size),
         temperature=temperature,
         prompt_lengths=lengths,
         max_lengths=(lengths + max_new_tokens).astype(jnp.int32),
-        eos_token_ids=pad_eos(as_host_array(parse_ids("eos_token_ids", eos_token_ids))),
+        eos_token_ids=pad_eos(as_host_array(parse_ids("eos_token_ids", given.eos_token_ids))),
         conditional_rates=None if drafter is None else config.conditional_rates(),
         sampling=None if sampling is None else read_sampling(sampling, size),
         logprobs=logprobs,

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from specjax.checks import check_logits, check_shape
 from specjax.core.acceptance import num_valid_drafts
+from specjax.decode.adaptive_k import cond_in_place
 from specjax.decode.logprobs import check_num_listed
 from specjax.decode.state import DecodeState, Settings
 from specjax.devices.placement import Placement, with_auto_axes
@@ -238,19 +239,44 @@ def run_smallest_k(
     operand: Any,
     buckets: tuple[int, ...] = (),
 ) -> tuple[Any, Any]:
-    """Runs a function of rows for the smallest k that a step may take; for K where it is fixed.
+    """Returns `function` of the smallest k that holds every draft; of K where it is fixed.
 
     Args:
       state: before the step.
-      function: as in `AdaptiveK.run_smallest_k`.
+      function: `(k, operand) -> (operand, arrays)`. It writes the operand in place; the arrays are
+        [B, k + 1, ...].
       operand: for instance a cache.
-      buckets: numbers of drafted tokens besides 0 and K.
+      buckets: as in `AdaptiveK.draft_sizes`.
 
     Returns:
-      The operand, and arrays [B, K + 1, ...].
+      The operand, and arrays [B, K + 1, ...]: zeros after row k.
     """
-    num_drafted, k = count_drafted(state), count_rows(state) - 1
-    return state.k_policy.run_smallest_k(function, operand, num_drafted, k, buckets)
+    num_drafted, num_rows = count_drafted(state), count_rows(state)
+    *sizes, k = state.k_policy.draft_sizes(num_rows - 1, buckets)
+    if not sizes:
+        return function(k, operand)
+    shapes = jax.eval_shape(functools.partial(function, k), operand)[1]
+
+    def run(size: int, last: tuple[Any, Any]) -> tuple[Any, Any]:
+        operand, arrays = function(size, last[0])
+        return operand, jax.tree.map(functools.partial(_pad_rows, num_rows=num_rows), arrays)
+
+    last = operand, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    longest = jnp.max(num_drafted)
+    is_done = longest <= 0
+    last = cond_in_place(is_done, functools.partial(run, 0), last)
+    for size in sizes[1:]:
+        fits = ~is_done & (longest <= size)
+        last = cond_in_place(fits, functools.partial(run, size), last)
+        is_done |= fits
+    return cond_in_place(~is_done, functools.partial(run, k), last)
+
+
+def _pad_rows(rows: jax.Array, num_rows: int) -> jax.Array:
+    """Returns rows [B, num_rows, ...] with zeros after the given ones."""
+    widths = [(0, 0)] * rows.ndim
+    widths[1] = (0, num_rows - rows.shape[1])
+    return jnp.pad(rows, widths)
 
 
 def gather_row(values: jax.Array, index: jax.Array) -> jax.Array:

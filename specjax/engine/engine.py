@@ -15,7 +15,7 @@ from specjax.decode.capacity import pad_eos
 from specjax.decode.drafters import Drafter
 from specjax.decode.matchers import Matcher, new_masks
 from specjax.decode.options import LoopOptions, check_capacity
-from specjax.decode.request_batch import check_arguments
+from specjax.decode.request_batch import RequestArguments, check_arguments
 from specjax.decode.state import Settings
 from specjax.engine.programs import default_chunk_size, make_programs, warm_up
 from specjax.engine.queue import PromptGroup
@@ -23,8 +23,8 @@ from specjax.engine.request import Request
 from specjax.engine.scheduler import Scheduler
 from specjax.engine.submission import (
     MAX_STOP_IDS,
-    CheckedRequest,
     EngineLimits,
+    Submission,
     check_request,
     drop_batch_axis,
     make_request,
@@ -109,15 +109,9 @@ class Engine:
         max_waiting = check_count("max_waiting", max_waiting, 1, why)
         keys = jax.random.split(jax.random.key(0, impl="threefry2x32"), num_slots)
         drafter, config, k_by_rate = resolve_speculation(drafter, config, num_slots, k_by_load)
-        requests, static = check_arguments(
-            target,
-            drafter,
-            (np.zeros((num_slots, 1), np.int32), np.ones(num_slots, np.int32)),
-            keys=keys,
-            max_new_tokens=1,
-            config=config,
-            options=options,
-        )
+        prompts = (np.zeros((num_slots, 1), np.int32), np.ones(num_slots, np.int32))
+        given = RequestArguments(prompts, keys, max_new_tokens=1)
+        requests, static = check_arguments(target, drafter, given, config, options)
         is_default = options.prefill_chunk_size is None
         chunk_size = default_chunk_size() if is_default else static.chunk_size
         defaults = drop_batch_axis(sampling)
@@ -135,7 +129,7 @@ class Engine:
         all_allowed = all_allowed_masks(takes_matchers, defaults, shape)
         takes_matchers = all_allowed is not None
         self._limits = EngineLimits(max_length, vocab_size, defaults, tokenizer, takes_matchers)
-        any_request = check_request([0, 0], self._limits, key=keys[0])
+        any_request = check_request(Submission([0, 0], keys[0]), self._limits)
         slots = warm_up(programs, target, any_request.settings, all_allowed)
         self._scheduler = Scheduler(programs, slots, all_allowed, max_waiting)
 
@@ -188,18 +182,10 @@ class Engine:
           >>> engine.submit([7], key=jax.random.key(0)).error
           "the prompt has token 7; the target's vocabulary has 2 tokens."
         """
-        checked = check_request(
-            prompt,
-            self._limits,
-            key=key,
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
-            eos_token_ids=eos_token_ids,
-            sampling=sampling,
-            stop=stop,
-            matcher=matcher,
+        given = Submission(
+            prompt, key, max_new_tokens, temperature, eos_token_ids, sampling, stop, matcher
         )
-        return self._enqueue(checked, [-1])[0]
+        return self._enqueue(given, [-1])[0]
 
     def submit_samples(
         self,
@@ -247,21 +233,12 @@ class Engine:
         if matcher is not None:
             raise ValueError("matcher is given, and reads one text; submit each sample by itself.")
         num_samples = check_count("num_samples", num_samples, 1, "the requests of one prompt")
-        checked = check_request(
-            prompt,
-            self._limits,
-            key=key,
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
-            eos_token_ids=eos_token_ids,
-            sampling=sampling,
-            stop=stop,
-        )
-        return self._enqueue(checked, range(num_samples))
+        given = Submission(prompt, key, max_new_tokens, temperature, eos_token_ids, sampling, stop)
+        return self._enqueue(given, range(num_samples))
 
-    def _enqueue(self, checked: CheckedRequest, samples: Sequence[int]) -> list[Request]:
-        """Returns a request for each sample index, and puts those that go on into the queue."""
-        queue = self._scheduler.queue
+    def _enqueue(self, given: Submission, samples: Sequence[int]) -> list[Request]:
+        """Returns a request for each sample index, and queues the requests that go on."""
+        checked, queue = check_request(given, self._limits), self._scheduler.queue
         queue.check_room(len(samples))
         requests = [make_request(checked, self._limits, self._scheduler) for _ in samples]
         pairs = zip(requests, samples, strict=True)

@@ -19,6 +19,7 @@ __all__ = [
     "CheckedRequest",
     "EngineLimits",
     "MAX_STOP_IDS",
+    "Submission",
     "check_request",
     "drop_batch_axis",
     "make_request",
@@ -46,6 +47,19 @@ class EngineLimits(NamedTuple):
     takes_matchers: bool
 
 
+class Submission(NamedTuple):
+    """Arguments of `Engine.submit`, unchecked."""
+
+    prompt: object
+    key: jax.Array
+    max_new_tokens: int | None = None
+    temperature: object = 1.0
+    eos_token_ids: object = ()
+    sampling: SamplingParams | None = None
+    stop: str | Iterable[str] = ()
+    matcher: Matcher | None = None
+
+
 class CheckedRequest(NamedTuple):
     """A request as it was submitted, checked.
 
@@ -64,41 +78,31 @@ class CheckedRequest(NamedTuple):
     matched: MatchedText | None
 
 
-def check_request(
-    token_ids: object,
-    limits: EngineLimits,
-    *,
-    key: jax.Array,
-    max_new_tokens: int | None = None,
-    temperature: object = 1.0,
-    eos_token_ids: object = (),
-    sampling: SamplingParams | None = None,
-    stop: str | Iterable[str] = (),
-    matcher: Matcher | None = None,
-) -> CheckedRequest:
-    """Returns the arguments of `Engine.submit` as data of fixed shapes and dtypes.
+def check_request(given: Submission, limits: EngineLimits) -> CheckedRequest:
+    """Returns a submission as data of fixed shapes and dtypes.
 
     Raises:
       ValueError: for an argument that `Engine.submit` does not take.
     """
+    max_new_tokens = given.max_new_tokens
     if max_new_tokens is not None:
         why = "the tokens that a request may get, or None"
         max_new_tokens = check_count("max_new_tokens", max_new_tokens, 1, why)
-    ids, error = _check_prompt(token_ids, max_new_tokens, limits)
+    ids, error = _check_prompt(given.prompt, max_new_tokens, limits)
     max_length = limits.max_length
     if max_new_tokens is not None:
         max_length = min(max_length, ids.size + max_new_tokens)
     settings = RequestSettings(
         sample=np.int32(-1),
-        keys=_check_key(key),
-        temperature=_check_temperature(temperature),
+        keys=_check_key(given.key),
+        temperature=_check_temperature(given.temperature),
         prompt_lengths=np.int32(ids.size),
         max_lengths=np.int32(max_length),
-        eos_token_ids=_check_stop_ids(eos_token_ids),
-        sampling=_check_sampling(sampling, limits.sampling),
+        eos_token_ids=_check_stop_ids(given.eos_token_ids),
+        sampling=_check_sampling(given.sampling, limits.sampling),
     )
-    matched = None if matcher is None else _check_matcher(matcher, limits)
-    strings = check_stop(stop)
+    matched = None if given.matcher is None else _check_matcher(given.matcher, limits)
+    strings = check_stop(given.stop)
     if strings and limits.tokenizer is None:
         raise ValueError(
             "stop is given, and the engine has no tokenizer to make text with; give one to Engine, "

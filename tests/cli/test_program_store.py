@@ -11,13 +11,13 @@ from specjax import SpeculativeConfig
 from specjax.cli import program_store
 from specjax.cli.program_store import ProgramStore
 from specjax.cli.stream_programs import StreamPrograms
-from specjax.decode.request_batch import check_arguments
+from specjax.decode.request_batch import RequestArguments, check_arguments
 
 TARGET, DRAFT = bigrams.pair(4, seed=1)
 MODEL, DRAFTER = bigrams.model(TARGET), specjax.model_drafter(bigrams.model(DRAFT))
-OPTIONS = {
+CONFIG = SpeculativeConfig(3)
+DATA = {
     "keys": bigrams.keys(2),
-    "config": SpeculativeConfig(3),
     "max_new_tokens": 20,
     "temperature": np.array([0.7, 1.0], np.float32),
 }
@@ -45,7 +45,7 @@ def stream(folder, prompts, drafter=DRAFTER):
         if event == "/jax/core/compile/jaxpr_trace_duration":
             traced.append(fun_name)
 
-    arguments = check_arguments(MODEL, drafter, prompts, **OPTIONS)
+    arguments = check_arguments(MODEL, drafter, RequestArguments(prompts, **DATA), CONFIG)
     jax.clear_caches()
     jax.monitoring.register_event_duration_secs_listener(listen)
     try:

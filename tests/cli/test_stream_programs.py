@@ -13,7 +13,7 @@ from specjax import SpeculativeConfig
 from specjax.cli.stream_programs import StreamPrograms
 from specjax.decode.options import LoopOptions
 from specjax.decode.prefill import begin_prefill, read_prompt_chunk, run_prefill
-from specjax.decode.request_batch import check_arguments
+from specjax.decode.request_batch import RequestArguments, check_arguments
 from specjax.decode.target_step import score_draft
 
 TARGET, DRAFT = bigrams.pair(4, seed=1)
@@ -25,6 +25,10 @@ KINDS = {
 }
 
 
+def checked(model, drafter, prompts, config=None, options=LoopOptions(), **data):
+    return check_arguments(model, drafter, RequestArguments(prompts, **data), config, options)
+
+
 def test_a_device_without_room_names_the_bytes_of_the_cache():
     def init_cache(batch_size, max_length):
         return jnp.zeros((batch_size, max_length, 2**20, 2**20), jnp.int8)
@@ -34,7 +38,7 @@ def test_a_device_without_room_names_the_bytes_of_the_cache():
 
     huge = specjax.Model(MODEL.params, init_cache, apply, MODEL.logits)
     options = {"keys": bigrams.keys(1), "max_new_tokens": 9, "options": LoopOptions(max_length=16)}
-    programs = StreamPrograms(huge, None, *check_arguments(huge, None, [[1, 2, 3]], **options))
+    programs = StreamPrograms(huge, None, *checked(huge, None, [[1, 2, 3]], **options))
     with pytest.raises(MemoryError, match=r"cache takes 16384.00 GiB .* max_length 16;"):
         programs.read_prompt(huge, None)
 
@@ -47,7 +51,7 @@ def test_chunks_give_the_row_that_the_last_token_would_give(taps):
     prompts = [[1, 2, 3, 0, 2], [0, 1, 3, 3, 2, 1]]
     options = {"keys": bigrams.keys(2), "config": SpeculativeConfig(3), "max_new_tokens": 9}
     options |= {"temperature": 0.7, "options": LoopOptions(prefill_chunk_size=2)}
-    requests, static = check_arguments(MODEL, drafter, prompts, **options)
+    requests, static = checked(MODEL, drafter, prompts, **options)
     before = run_prefill(MODEL, drafter, requests, options=static)
     size = {"chunk_size": static.chunk_size, "implementation": None}
     state = begin_prefill(MODEL, drafter, requests, options=static.step)
@@ -76,7 +80,7 @@ def test_parts_of_a_step_give_what_a_step_gives(kind):
         "options": LoopOptions(num_logprobs=2 if kind == "auto" else None),
     }
     state = specjax.init(MODEL, drafter, prompts, **options)
-    programs = StreamPrograms(MODEL, drafter, *check_arguments(MODEL, drafter, prompts, **options))
+    programs = StreamPrograms(MODEL, drafter, *checked(MODEL, drafter, prompts, **options))
     if kind == "three":
         programs.warm_up(MODEL, drafter)
     parts = programs.read_prompt(MODEL, drafter)

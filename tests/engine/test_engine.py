@@ -27,7 +27,7 @@ from specjax.engine.programs import devices_of, explain_slots_out_of_memory, war
 from specjax.engine.request import Request
 from specjax.engine.slots import StepOutput
 from specjax.engine.stop_strings import StoppedText
-from specjax.engine.submission import check_request
+from specjax.engine.submission import Submission, check_request
 
 V, S, K = 4, 48, 3
 TARGET, DRAFT = bigrams.pair(V, seed=1)
@@ -70,7 +70,7 @@ def give_programs(engine, **programs):
     """Other programs for an engine that has done nothing."""
     scheduler = engine._scheduler
     scheduler._programs = scheduler._programs._replace(**programs)
-    any_request = check_request([0, 0], engine._limits, key=KEYS[0])
+    any_request = check_request(Submission([0, 0], KEYS[0]), engine._limits)
     scheduler._slots = warm_up(scheduler._programs, MODEL, any_request.settings, None)
 
 

@@ -22,7 +22,7 @@ from specjax.decode.commit import Finish
 from specjax.decode.drafters import Drafter
 from specjax.decode.init_and_step import step
 from specjax.decode.prefill import run_prefill
-from specjax.decode.request_batch import check_arguments
+from specjax.decode.request_batch import RequestArguments, check_arguments
 from specjax.decode.state import DecodeState
 from specjax.theory.acceptance_rates import expected_acceptance_length, rates_for_length
 from specjax.types import Model
@@ -153,15 +153,10 @@ def start_batch(
     rows = [
         np.resize(np.roll(text, -7 * row), workload.context) for row in range(workload.batch_size)
     ]
-    requests, options = check_arguments(
-        workload.target,
-        drafter,
-        rows,
-        keys=jax.random.fold_in(workload.key, number),
-        config=config,
-        max_new_tokens=buffer_tokens(workload.max_speculative_tokens, workload.num_steps),
-        temperature=np.float32(workload.temperature),
-    )
+    num_tokens = buffer_tokens(workload.max_speculative_tokens, workload.num_steps)
+    key, temperature = jax.random.fold_in(workload.key, number), np.float32(workload.temperature)
+    given = RequestArguments(rows, key, num_tokens, temperature)
+    requests, options = check_arguments(workload.target, drafter, given, config)
     return run_prefill(workload.target, drafter, requests, options=options)
 
 

@@ -15,7 +15,6 @@ from specjax.config import SpeculativeConfig
 from specjax.core.noise import fold_in_rows
 from specjax.decode.capacity import as_host_array, explain_out_of_memory, pad_batch_to_mesh, pad_eos
 from specjax.decode.compile.cache_folder import is_cache_in_use
-from specjax.decode.compile.compatibility import check_arrays, check_functions, list_functions
 from specjax.decode.compile.saved_programs import (
     SavedProgram,
     load_program,
@@ -29,10 +28,16 @@ from specjax.decode.logprobs import TopLogprobs
 from specjax.decode.metrics import Metrics
 from specjax.decode.options import LoopOptions, check_capacity
 from specjax.decode.prefill import begin_compilation
-from specjax.decode.request_batch import check_arguments, check_prompt_ids, parse_prompts
+from specjax.decode.request_batch import (
+    RequestArguments,
+    check_arguments,
+    check_prompt_ids,
+    parse_prompts,
+)
 from specjax.decode.state import RequestBatch, Settings
 from specjax.decode.target_step import vocabulary_size
 from specjax.devices.placement import replicate, with_auto_axes
+from specjax.file_io import JsonObject
 from specjax.processing.sampling_params import FIELDS, SamplingParams
 from specjax.types import Model
 
@@ -99,26 +104,19 @@ class CompiledGenerate:
           ValueError: for what `generate` refuses, texts that the capacity does not hold, and
             another batch size, other rules, parameters or functions than compiled for.
         """
-        requests, _ = check_arguments(
-            target,
-            drafter,
-            _parse_prompts(prompts, self.batch_size),
-            keys=keys,
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
-            eos_token_ids=eos_token_ids,
-            sampling=sampling,
-            config=self.config,
-            options=self.options,
+        prompts = _parse_prompts(prompts, self.batch_size)
+        given = RequestArguments(
+            prompts, keys, max_new_tokens, temperature, eos_token_ids, sampling
         )
+        requests, _ = check_arguments(target, drafter, given, self.config, self.options)
         check_prompt_ids(target, requests, 0, self.vocab_size)
         fold, prefill, run = self.programs
         requests = _in_one_form(requests, self.num_eos_token_ids)
         settings = requests.settings
         if not settings.keys.shape:
             settings = settings._replace(keys=fold(settings.keys))
-        check_arrays(_describe_arguments(target, drafter, settings), self.arguments)
-        check_functions(list_functions(target=target, drafter=drafter), self.functions)
+        _check_arrays(_describe_arguments(target, drafter, settings), self.arguments)
+        _check_functions(_list_functions(target=target, drafter=drafter), self.functions)
         filled = pad_batch_to_mesh(requests._replace(settings=settings), target.placement)
         filled = replicate(target.placement, filled)
         with explain_out_of_memory(target, drafter, *filled.token_ids.shape):
@@ -198,16 +196,9 @@ def compile_generate(
     check_capacity(options, "the tokens of prompt and text")
     key = jax.random.key(0, impl="threefry2x32")
     fold = _fold_in_rows.lower(key, size=batch_size)
-    requests, static = check_arguments(
-        target,
-        drafter,
-        (np.zeros((batch_size, 1), np.int32), np.ones((batch_size,), np.int32)),
-        keys=_fold_in_rows(key, size=batch_size),
-        max_new_tokens=1,
-        sampling=sampling,
-        config=config,
-        options=options,
-    )
+    prompts = (np.zeros((batch_size, 1), np.int32), np.ones((batch_size,), np.int32))
+    given = RequestArguments(prompts, _fold_in_rows(key, size=batch_size), 1, sampling=sampling)
+    requests, static = check_arguments(target, drafter, given, config, options)
     requests = _in_one_form(requests, num_eos_token_ids)
     shardings = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves((target, drafter))]
     if target.placement is None and any(x and len(x.device_set) > 1 for x in shardings):
@@ -225,7 +216,7 @@ def compile_generate(
         arguments=_describe_arguments(target, drafter, requests.settings),
         programs=programs,
         serialize=functools.partial(serialize_programs, lowered, programs, is_cache_in_use()),
-        functions=list_functions(target=target, drafter=drafter),
+        functions=_list_functions(target=target, drafter=drafter),
     )
 
 
@@ -327,3 +318,55 @@ def _describe_arguments(
         array = as_array("a parameter", leaf)
         described[keystr(path, simple=True, separator=".")] = f"{array.dtype}{list(array.shape)}"
     return described
+
+
+def _check_arrays(given: dict[str, str], compiled: dict[str, str]) -> None:
+    """Refuses a call whose arrays are others than programs are compiled for.
+
+    Args:
+      given: name -> dtype and shape, of the call.
+      compiled: name -> dtype and shape, of the programs.
+
+    Raises:
+      ValueError: for the first name that differs.
+    """
+    for name in compiled | given:
+        if given.get(name) != compiled.get(name):
+            raise ValueError(
+                f"{name} is {given.get(name, 'absent')}; these programs are compiled for "
+                f"{compiled.get(name, 'calls without it')}."
+            )
+
+
+def _list_functions(**models: Any) -> JsonObject:
+    """Returns name -> value of what models hold besides parameters, which is compiled in.
+
+    Args:
+      **models: each a `Model`, a `Drafter` or None, by its name.
+    """
+    return {
+        f"{name}.{field.name}": getattr(model, field.name)
+        for name, model in models.items()
+        if model is not None
+        for field in dataclasses.fields(model)
+        if field.name != "params"
+    }
+
+
+def _check_functions(given: JsonObject, compiled: JsonObject) -> None:
+    """Refuses a call with other functions of models than programs are compiled with.
+
+    Args:
+      given: from `_list_functions`, of the call.
+      compiled: from `_list_functions`, of the programs.
+
+    Raises:
+      ValueError: for the first name that differs.
+    """
+    for name, value in compiled.items():
+        if given[name] != value:
+            was = "another function" if callable(value) else repr(value)
+            raise ValueError(
+                f"{name} is {given[name]!r}, and {was} is compiled in; call with the models that "
+                "were compiled, or with others of their functions."
+            )

@@ -15,7 +15,7 @@ from specjax.contrib.grammars import llguidance_matchers
 from specjax.contrib.grammars.json_schema import schema_pattern
 from specjax.contrib.grammars.schema_references import inline_references
 from specjax.engine.engine import all_allowed_masks
-from specjax.engine.submission import EngineLimits, check_request
+from specjax.engine.submission import EngineLimits, Submission, check_request
 from specjax.markov_chain import markov_chain
 from specjax.processing.token_bytes import token_bytes
 
@@ -401,10 +401,10 @@ def test_a_matcher_that_an_engine_does_not_take_is_refused():
     (matcher,) = matchers_of(1)
     options = EngineLimits(8, V, None, None, takes_matchers=False)
     with pytest.raises(ValueError, match="it needs takes_matchers=True"):
-        check_request([1], options, key=bigrams.keys(1)[0], matcher=matcher)
+        check_request(Submission([1], bigrams.keys(1)[0], matcher=matcher), options)
     options = options._replace(takes_matchers=True, vocab_size=8 * V)
     with pytest.raises(ValueError, match="has 2 words; 472 tokens need 15"):
-        check_request([1], options, key=bigrams.keys(1)[0], matcher=matcher)
+        check_request(Submission([1], bigrams.keys(1)[0], matcher=matcher), options)
     with pytest.raises(ValueError, match=r"takes_matchers is True, and sampling\.allowed is given"):
         all_allowed_masks(True, SamplingParams(allowed=np.ones(V, bool)), (1, 1, V))
 

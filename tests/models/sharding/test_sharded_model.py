@@ -18,7 +18,7 @@ from over_devices import collectives
 import specjax
 from specjax.call_arrays import CallOptions, VerifyArrays
 from specjax.decode.prefill import run_prefill
-from specjax.decode.request_batch import check_arguments
+from specjax.decode.request_batch import RequestArguments, check_arguments
 from specjax.decode.step import run_step
 from specjax.devices.placement import parse_mesh
 from specjax.devices.vocabulary_split import VocabularySplit
@@ -605,10 +605,11 @@ def test_no_kernel_of_a_step_of_decoding_is_left_to_gspmd():
     """GSPMD brings a kernel the rows of all devices."""
     target, drafter = on_h200s(), specjax.model_drafter(on_h200s(replicate=True))
     options = specjax.LoopOptions(implementation=HOPPER)
-    given = dict(config=specjax.SpeculativeConfig(2), options=options)
-    given |= dict(keys=keys_of(4), max_new_tokens=9, temperature=np.float32(0.7))
+    given = RequestArguments([[0] * 8] * 4, keys_of(4), 9, np.float32(0.7))
     with jax.sharding.use_abstract_mesh(target.placement.mesh):
-        requests, static = check_arguments(target, drafter, [[0] * 8] * 4, **given)
+        requests, static = check_arguments(
+            target, drafter, given, specjax.SpeculativeConfig(2), options
+        )
         state = run_prefill.eval_shape(target, drafter, requests, options=static)
         traced = run_step.trace(target, drafter, state, options=static.step)
     found = collections.Counter(primitives(traced.jaxpr.jaxpr))

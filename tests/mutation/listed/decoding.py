@@ -112,14 +112,14 @@ MUTATIONS = (
         "the token before the last is fed at the place of the last",
     ),
     Mutation(
-        "specjax.decode.draw_loop.draw_tokens",
+        "specjax.decode.propose._draw_tokens",
         "not _is_on_a_mesh((carry, token_ids, keys))",
         "True",
         drafts("test_proposals_of_arrays_over_explicit_axes_are_the_same"),
         "a proposal of requests over an explicit axis is refused",
     ),
     Mutation(
-        "specjax.decode.draw_loop.draw_tokens",
+        "specjax.decode.propose._draw_tokens",
         "0 if is_one_loop else 1",
         "0",
         drafts("test_the_first_step_may_be_given_another_carry_than_it_returns"),
@@ -287,7 +287,7 @@ MUTATIONS = (
         "a request that has ended is verified without drafts",
     ),
     Mutation(
-        f"{_ADAPTIVE}AdaptiveK.run_smallest_k",
+        f"{_ROWS}run_smallest_k",
         "jnp.max(num_drafted)",
         "jnp.min(num_drafted)",
         adaptive_k("test_a_request_drafts_alone_what_it_drafts_in_a_batch"),
@@ -301,9 +301,9 @@ MUTATIONS = (
         "a step that drafts k tokens is worth those of one that drafts k - 1, all accepted",
     ),
     Mutation(
-        f"{_ADAPTIVE}AdaptiveK.run_smallest_k",
-        "longest <= number",
-        "longest <= number + 1",
+        f"{_ROWS}run_smallest_k",
+        "longest <= size",
+        "longest <= size + 1",
         engines("test_a_step_has_the_rows_that_its_longest_draft_needs_and_compiles_nothing"),
         "a step computes fewer rows than its longest draft needs",
     ),
