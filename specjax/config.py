@@ -39,6 +39,14 @@ REJECTION_SAMPLE_METHODS = get_args(RejectionSampleMethod)
 # and 1.98 at K = 1, 2 and 4, on an H200 an 8B target with a 1B draft 2.1 at K = 5.
 DEFAULT_STEP_COSTS = (1.0, 1.65, 1.8, 1.9, 2.0)
 _MAX_SPECULATIVE_TOKENS = 32
+# Ways to ask for synthetic acceptance: `(value, K) -> conditional rates` of each.
+_SYNTHETIC_FORMS = {
+    "synthetic_acceptance_rate": acceptance_rates.geometric_rates,
+    "synthetic_acceptance_rates": lambda rates, _: acceptance_rates.conditional_rates(
+        np.float32(rates)
+    ),
+    "synthetic_acceptance_length": acceptance_rates.rates_for_length,
+}
 
 
 class _LargestK(int):
@@ -124,18 +132,6 @@ class SpeculativeConfig:
             )
         if self.rule == STANDARD:
             self._set("rule", None)
-        if self.synthetic_acceptance_rate is not None:
-            rate = check_number("synthetic_acceptance_rate", self.synthetic_acceptance_rate, 0, 1)
-            self._set("synthetic_acceptance_rate", rate)
-        if self.synthetic_acceptance_rates is not None:
-            rates = _rates(self.synthetic_acceptance_rates, self.num_speculative_tokens)
-            self._set("synthetic_acceptance_rates", rates)
-        if self.synthetic_acceptance_length is not None:
-            longest = self.num_speculative_tokens + 1
-            length = check_number(
-                "synthetic_acceptance_length", self.synthetic_acceptance_length, 1, longest
-            )
-            self._set("synthetic_acceptance_length", length)
 
     def verification_rule(self, conditional_rates: Any = None) -> VerificationRule:
         """Returns the rule by which drafted tokens are verified, for `rejection_sample`.
@@ -151,18 +147,9 @@ class SpeculativeConfig:
 
     def conditional_rates(self) -> jax.Array | None:
         """Returns the rates of `verification_rule`, f32[K]; None unless "synthetic"."""
-        if self.synthetic_acceptance_rate is not None:
-            return acceptance_rates.geometric_rates(
-                self.synthetic_acceptance_rate, self.num_speculative_tokens
-            )
-        if self.synthetic_acceptance_rates is not None:
-            return acceptance_rates.conditional_rates(
-                np.array(self.synthetic_acceptance_rates, np.float32)
-            )
-        if self.synthetic_acceptance_length is not None:
-            return acceptance_rates.rates_for_length(
-                self.synthetic_acceptance_length, self.num_speculative_tokens
-            )
+        for name, rates_of in _SYNTHETIC_FORMS.items():
+            if (value := getattr(self, name)) is not None:
+                return rates_of(value, self.num_speculative_tokens)
         return None
 
     @property
@@ -196,11 +183,12 @@ class SpeculativeConfig:
         step costs. With the key as the static argument and `conditional_rates()` as data, a change
         of rates never recompiles.
         """
+        forms: dict[str, Any] = dict.fromkeys(_SYNTHETIC_FORMS)
+        if self.rejection_sample_method == "synthetic":
+            forms["synthetic_acceptance_rate"] = 0.0
         return dataclasses.replace(
             self,
-            synthetic_acceptance_rate=0.0 if self.rejection_sample_method == "synthetic" else None,
-            synthetic_acceptance_rates=None,
-            synthetic_acceptance_length=None,
+            **forms,
             step_costs=None if self.step_costs is None else (1.0,) * len(self.step_costs),
             usual_acceptance_rate=None,
         )
@@ -244,12 +232,7 @@ class SpeculativeConfig:
             self._set("usual_acceptance_rate", check_number("usual_acceptance_rate", usual, 0, 1))
 
     def _check_synthetic_form(self) -> None:
-        names = (
-            "synthetic_acceptance_rate",
-            "synthetic_acceptance_rates",
-            "synthetic_acceptance_length",
-        )
-        given = [name for name in names if getattr(self, name) is not None]
+        given = [name for name in _SYNTHETIC_FORMS if getattr(self, name) is not None]
         if self.rejection_sample_method != "synthetic" and given:
             raise ValueError(
                 f"{given[0]} is given, but rejection_sample_method is "
@@ -260,8 +243,16 @@ class SpeculativeConfig:
             came = " and ".join(given) if given else "none of them"
             raise ValueError(
                 'rejection_sample_method "synthetic" needs exactly one of '
-                f"{', '.join(names)}; it has {came}."
+                f"{', '.join(_SYNTHETIC_FORMS)}; it has {came}."
             )
+        k = self.num_speculative_tokens
+        for name in given:
+            value = getattr(self, name)
+            if name == "synthetic_acceptance_rates":
+                self._set(name, _check_rates(name, value, k))
+            else:
+                bounds = (1, k + 1) if name == "synthetic_acceptance_length" else (0, 1)
+                self._set(name, check_number(name, value, *bounds))
 
 
 def _num_tokens(value: Any) -> int:
@@ -314,8 +305,7 @@ def _check_draft_sample_method(method: Any) -> None:
         )
 
 
-def _rates(values: Any, size: int) -> tuple[float, ...]:
-    name = "synthetic_acceptance_rates"
+def _check_rates(name: str, values: Any, size: int) -> tuple[float, ...]:
     try:
         values = tuple(values)
     except TypeError:

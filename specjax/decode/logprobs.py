@@ -28,7 +28,6 @@ __all__ = [
     "check_logprobs_config",
     "check_num_listed",
     "empty_logprobs",
-    "list_logprobs",
     "list_top_logprobs",
     "top_logprobs",
 ]
@@ -171,27 +170,6 @@ def empty_logprobs(config: LogprobsConfig | None, shape: tuple[int, ...]) -> Top
         rank=jnp.zeros(shape, jnp.int32),
         logprob=jnp.zeros(shape, jnp.float32),
     )
-
-
-def list_logprobs(
-    config: LogprobsConfig | None,
-    token_ids: jax.Array,
-    logits: jax.Array,
-    sampled_from: tuple[jax.Array, jax.Array, jax.Array | None],
-) -> TopLogprobs | None:
-    """Returns the listing of emitted tokens, None without a config.
-
-    Args:
-      config: what is listed.
-      token_ids: i32[B, K + 1], the emitted tokens.
-      logits: [B, K + 1, V], raw.
-      sampled_from: processed logits, temperature and cutoff that the tokens were sampled from.
-    """
-    if config is None:
-        return None
-    raw = (logits, jnp.float32(1), None)
-    rows, temperature, cutoff = raw if config.mode == "raw" else sampled_from
-    return list_top_logprobs(rows, token_ids, temperature, cutoff, n=config.num)
 
 
 def _top_logprobs(

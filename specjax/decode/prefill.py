@@ -33,6 +33,7 @@ __all__ = [
     "LoweredProgram",
     "begin_compilation",
     "begin_prefill",
+    "read_chunk",
     "read_prompt_chunk",
     "run_prefill",
     "start",
@@ -302,12 +303,38 @@ def _read_chunk(
     end = state.lengths if reads_last else state.lengths - 1
     inside = done + offsets < end[:, None]
     ids, positions = jnp.where(inside, ids, 0), jnp.where(inside, done + offsets, -1)
+    last = state.lengths[:, None] - 1 if reads_last else None
+    caches = (state.target_cache, state.drafter_state)
+    return read_chunk(target, drafter, *caches, ids, positions, last)
+
+
+def read_chunk(
+    target: Model,
+    drafter: Drafter | None,
+    cache: Any,
+    drafter_state: Any,
+    token_ids: jax.Array,
+    positions: jax.Array,
+    end: jax.Array | None = None,
+) -> tuple[Any, Any, tuple[jax.Array, jax.Array | None]]:
+    """Returns the target's cache, the drafter's state, and hidden states and features of a chunk.
+
+    Args:
+      target: reads all tokens.
+      drafter: reads those before `end`, or None.
+      cache: of the target.
+      drafter_state: of the drafter.
+      token_ids: i32[B, C].
+      positions: i32[B, C], -1 where there is no token.
+      end: i32[B, 1], or None for all.
+    """
     taps = () if drafter is None else drafter.taps
-    *outputs, cache = apply_model(target, ids, positions, state.target_cache, taps)
-    drafter_state = state.drafter_state
+    *outputs, cache = apply_model(target, token_ids, positions, cache, taps)
     if drafter is not None:
-        if reads_last:
-            positions = jnp.where(positions < state.lengths[:, None] - 1, positions, -1)
+        if end is not None:
+            positions = jnp.where(positions < end, positions, -1)
         features = outputs[bool(taps)] if drafter.reads_features else None
-        drafter_state = drafter.extend(drafter.params, drafter_state, ids, positions, features)
+        drafter_state = drafter.extend(
+            drafter.params, drafter_state, token_ids, positions, features
+        )
     return cache, drafter_state, tuple(outputs)

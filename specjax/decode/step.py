@@ -21,16 +21,17 @@ from specjax.core.rule import COUPLED, static_rule
 from specjax.decode.commit import Origin, append, append_emitted
 from specjax.decode.draft_step import discard_incompatible_draft, draft_next
 from specjax.decode.drafters import Drafter
-from specjax.decode.logprobs import TopLogprobs, list_logprobs
+from specjax.decode.logprobs import TopLogprobs, list_top_logprobs
 from specjax.decode.metrics import update_metrics
 from specjax.decode.options import StepOptions
 from specjax.decode.state import DecodeState, StepInfo
 from specjax.decode.target_step import (
     TargetRows,
+    apply_model,
     count_drafted,
     count_rows,
     run_smallest_k,
-    score_draft,
+    score_hidden,
     step_inputs,
 )
 from specjax.implementation import resolve_implementation
@@ -91,8 +92,9 @@ def compute_rows(
     taps = () if drafter is None else drafter.taps
 
     def score(k: int, cache: Any) -> tuple[Any, TargetRows]:
-        implementation = options.implementation
-        return score_draft(target, state, cache, k=k, implementation=implementation, taps=taps)
+        input_ids, positions = (fed[:, : k + 1] for fed in step_inputs(state))
+        *hidden, cache = apply_model(target, input_ids, positions, cache, taps)
+        return cache, score_hidden(target, state, options.implementation, *hidden)
 
     cache, rows = run_smallest_k(state, score, state.target_cache, row_buckets)
     state = state._replace(target_cache=cache)
@@ -203,7 +205,9 @@ def _list_logprobs(
             lambda x: x[:, : k + 1], (rows.raw_logits, rows.logits, rows.cutoff)
         )
         emitted = token_ids[:, : k + 1]
-        return None, list_logprobs(config, emitted, raw, (logits, temperature, cutoff))
+        if config.mode == "raw":
+            return None, list_top_logprobs(raw, emitted, jnp.float32(1), None, n=config.num)
+        return None, list_top_logprobs(logits, emitted, temperature, cutoff, n=config.num)
 
     return run_smallest_k(state, list_rows, None)[1]
 

@@ -34,7 +34,6 @@ __all__ = [
     "count_rows",
     "gather_row",
     "run_smallest_k",
-    "score_draft",
     "score_hidden",
     "step_inputs",
     "vocabulary_size",
@@ -64,33 +63,6 @@ class TargetRows(NamedTuple):
     cutoff: jax.Array | None
     split: VocabularySplit | None = None
     placement: Placement | None = None
-
-
-def score_draft(
-    target: Model,
-    state: DecodeState,
-    cache: Any,
-    *,
-    k: int,
-    implementation: Implementation | None,
-    taps: tuple[int, ...] = (),
-) -> tuple[Any, TargetRows]:
-    """Feeds the last token and k drafted ones to the target, and returns their rows.
-
-    Args:
-      target: as in `run_step`.
-      state: as in `run_step`; its cache is not read.
-      cache: the target's.
-      k: how many drafted tokens are fed; at most K.
-      implementation: as in `run_step`.
-      taps: the drafter's.
-
-    Returns:
-      The target's cache, and k + 1 rows.
-    """
-    input_ids, positions = (fed[:, : k + 1] for fed in step_inputs(state))
-    *hidden, cache = apply_model(target, input_ids, positions, cache, taps)
-    return cache, score_hidden(target, state, implementation, *hidden)
 
 
 def score_hidden(

@@ -20,10 +20,10 @@ from specjax.decode.drafters import Drafter
 from specjax.decode.logprobs import TopLogprobs
 from specjax.decode.metrics import Metrics
 from specjax.decode.options import StepOptions
-from specjax.decode.prefill import begin_prefill
+from specjax.decode.prefill import begin_prefill, read_chunk
 from specjax.decode.state import DecodeState, RequestBatch, Settings
 from specjax.decode.step import run_step
-from specjax.decode.target_step import apply_model, count_drafted, count_rows
+from specjax.decode.target_step import count_drafted, count_rows
 from specjax.processing.sampling_params import SamplingParams
 from specjax.types import Model
 
@@ -155,14 +155,8 @@ def prefill_chunk(
     """
     if row.drafter_state is None:
         drafter = None
-    taps = () if drafter is None else drafter.taps
-    hidden, features, cache = apply_model(target, token_ids, positions, row.target_cache, taps)
-    if drafter is None:
-        return PromptRow(cache, None)
-    if not taps:
-        features = hidden if drafter.reads_features else None
-    state = drafter.extend(drafter.params, row.drafter_state, token_ids, positions, features)
-    return PromptRow(cache, state)
+    *states, _ = read_chunk(target, drafter, *row, token_ids, positions)
+    return PromptRow(*states)
 
 
 # Slots --------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from specjax.cli.stream_programs import StreamPrograms
 from specjax.decode.options import LoopOptions
 from specjax.decode.prefill import begin_prefill, read_prompt_chunk, run_prefill
 from specjax.decode.request_batch import RequestArguments, check_arguments
-from specjax.decode.target_step import score_draft
+from specjax.decode.target_step import apply_model, score_hidden, step_inputs
 
 TARGET, DRAFT = bigrams.pair(4, seed=1)
 MODEL, DRAFTER = bigrams.model(TARGET), specjax.model_drafter(bigrams.model(DRAFT))
@@ -57,8 +57,9 @@ def test_chunks_give_the_row_that_the_last_token_would_give(taps):
     state = begin_prefill(MODEL, drafter, requests, options=static.step)
     for done in (0, 2, 4):
         state, rows = read_prompt_chunk(MODEL, drafter, state, jnp.int32(done), **size)
-    plain = {"k": 0, "implementation": None, "taps": taps}
-    cache, expected = score_draft(MODEL, before, before.target_cache, **plain)
+    first_row = before._replace(draft=before.draft.replace(token_ids=before.draft.token_ids[:, :0]))
+    *hidden, cache = apply_model(MODEL, *step_inputs(first_row), before.target_cache, taps)
+    expected = score_hidden(MODEL, first_row, None, *hidden)
     assert (rows.features is None) == (not taps)
     jax.tree.map(np.testing.assert_array_equal, rows, expected)
     np.testing.assert_array_equal(state.target_cache, cache)

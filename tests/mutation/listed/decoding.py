@@ -218,8 +218,8 @@ MUTATIONS = (
     ),
     Mutation(
         _READ,
-        "positions < state.lengths[:, None] - 1",
-        "positions < state.lengths[:, None]",
+        "state.lengths[:, None] - 1 if reads_last",
+        "state.lengths[:, None] if reads_last",
         streamed(f"{_LAST_ROWS}[taps1]"),
         "a drafter whose prompt is read to its end is given the last token twice",
     ),
@@ -231,7 +231,7 @@ MUTATIONS = (
         "a drafter of whole prompts is not told of one of one token",
     ),
     Mutation(
-        _READ,
+        "specjax.decode.prefill.read_chunk",
         "outputs[bool(taps)]",
         "jnp.tile(outputs[0], max(len(taps), 1))",
         capacity(_TAPS),

@@ -306,8 +306,8 @@ MUTATIONS = (
     ),
     Mutation(
         "specjax.engine.slots.prefill_chunk",
-        "return PromptRow(cache, state)",
-        "return PromptRow(cache, row.drafter_state)",
+        "PromptRow(*states)",
+        "PromptRow(states[0], row.drafter_state)",
         engines(_FEATURES),
         "the drafter does not read the prompt",
     ),
