@@ -22,7 +22,7 @@ from specjax.cli.program_store import ProgramStore
 from specjax.decode.capacity import explain_out_of_memory
 from specjax.decode.compile.compiler_options import prefill_options, small_program_options
 from specjax.decode.draft_step import draft_budget, run_draft
-from specjax.decode.drafters import Drafter
+from specjax.decode.drafters import Drafter, Models
 from specjax.decode.options import StaticOptions, StepOptions
 from specjax.decode.prefill import begin_prefill, read_prompt_chunk
 from specjax.decode.state import DecodeState, RequestBatch
@@ -99,7 +99,7 @@ class StreamPrograms:
         self.seconds_waited = 0.0
         self.compiles_at_calls = target.placement is not None
         self._is_late = self.compiles_at_calls or jax.config.values["jax_disable_jit"]
-        self._models, self._store = _shapes_of((target, drafter)), store
+        self._models, self._store = _shapes_of(Models(target, drafter)), store
         self._requests, self._chunk_size = requests, options.chunk_size
         step = {"options": options.step}
         self._options: dict[str, dict[str, Any]] = dict.fromkeys(_FUNCTIONS, step)
@@ -141,9 +141,9 @@ class StreamPrograms:
         """Returns the state that has read the prompt; the first step takes its last row."""
         end = int(np.max(self._requests.lengths))
         with self._explain_out_of_memory(target, drafter):
-            state = self._call("begin", target, drafter, self._requests)
+            state = self._call("begin", Models(target, drafter), self._requests)
             for done in np.arange(0, end, self._chunk_size, dtype=np.int32):
-                state, rows = self._call("chunk", target, drafter, state, done)
+                state, rows = self._call("chunk", Models(target, drafter), state, done)
             self._first_rows, self._hidden = jax.block_until_ready(rows), None
             return state
 
@@ -157,7 +157,7 @@ class StreamPrograms:
             if rows is None:
                 self._begin(*self._steps)
                 name, state = "commit", self.draft(drafter, state)
-                state, rows = self._call("rows", target, drafter, state)
+                state, rows = self._call("rows", Models(target, drafter), state)
             state, self._hidden = self._call(name, drafter, state, rows)
             return jax.block_until_ready(state)
 
@@ -172,7 +172,7 @@ class StreamPrograms:
     def _explain_out_of_memory(
         self, target: Model, drafter: Drafter | None
     ) -> contextlib.AbstractContextManager[None]:
-        return explain_out_of_memory(target, drafter, *self._requests.token_ids.shape)
+        return explain_out_of_memory(Models(target, drafter), *self._requests.token_ids.shape)
 
     def _call(self, name: str, *operands: Any) -> Any:
         self._begin(name)
@@ -211,7 +211,7 @@ class StreamPrograms:
 
     def _compile(self, name: str, lowered: jax.stages.Lowered) -> Callable[..., Any]:
         # A drafter without parameters looks tokens up.
-        looks_up = not jax.tree.leaves(self._models[1] and self._models[1].params)
+        looks_up = not jax.tree.leaves(self._models.drafter and self._models.drafter.params)
         is_small = name in ("begin", "first", "commit") or (name == "draft" and looks_up)
         options = prefill_options() if name == "chunk" else None
         program = lowered.compile(small_program_options() if is_small else options)
@@ -224,11 +224,11 @@ class StreamPrograms:
 
     def _operands(self, name: str) -> tuple[Any, ...]:
         """Returns shapes of a program's operands, most of them results of the one before."""
-        target, drafter = self._models
+        drafter = self._models.drafter
         if name == "begin":
-            return target, drafter, self._requests
+            return self._models, self._requests
         if name == "chunk":
-            return target, drafter, self._results("begin"), np.int32(0)
+            return self._models, self._results("begin"), np.int32(0)
         if name == "first":
             return drafter, *self._results("chunk")
         if name == "commit":
@@ -236,7 +236,7 @@ class StreamPrograms:
         state, hidden = self._results("first")
         if name == "draft":
             return drafter, state, hidden
-        return target, drafter, state if drafter is None else self._results("draft")
+        return self._models, state if drafter is None else self._results("draft")
 
     def _results(self, name: str) -> Any:
         return _FUNCTIONS[name].eval_shape(*self._operands(name), **self._options[name])

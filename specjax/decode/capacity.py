@@ -177,14 +177,11 @@ def unpad(token_ids: Any, vocab_size: int | None = None) -> list[list[int]]:
 
 
 @contextlib.contextmanager
-def explain_out_of_memory(
-    target: Any, drafter: Any, batch_size: int, max_length: int
-) -> Iterator[None]:
+def explain_out_of_memory(models: Any, batch_size: int, max_length: int) -> Iterator[None]:
     """Context manager: adds the bytes of a batch's caches to an out-of-memory error.
 
     Args:
-      target: a `Model`.
-      drafter: a `Drafter`, or None.
+      models: the target, and a drafter or None.
       batch_size: B.
       max_length: S.
 
@@ -196,6 +193,7 @@ def explain_out_of_memory(
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
+        target, drafter = models
         sizes = [f"The target's cache takes {_size_of(target.init_cache, batch_size, max_length)}"]
         if drafter is not None:
             init = functools.partial(drafter.init, drafter.params)

@@ -13,7 +13,14 @@ from specjax.decode.propose import DraftInputs, propose_step
 from specjax.implementation import Implementation
 from specjax.types import Draft, Model
 
-__all__ = ["Drafter", "model_drafter", "ngram_drafter", "reads_chunks", "whole_prompt_drafter"]
+__all__ = [
+    "Drafter",
+    "Models",
+    "model_drafter",
+    "ngram_drafter",
+    "reads_chunks",
+    "whole_prompt_drafter",
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -227,6 +234,30 @@ def reads_chunks(state: Any) -> bool:
     `propose` gives a drafter of whole prompts all committed tokens; prompt lookup has no state.
     """
     return not isinstance(state, _Prompts) and bool(jax.tree.leaves(state))
+
+
+class Models(NamedTuple):
+    """The target and the drafter of a loop, which its programs take as one argument.
+
+    Attributes:
+      target: a `Model`.
+      drafter: a `Drafter`, or None.
+    """
+
+    target: Model
+    drafter: Drafter | None
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """The layers of the target whose states the drafter reads."""
+        return () if self.drafter is None else self.drafter.taps
+
+    def init_caches(self, batch_size: int, max_length: int) -> tuple[Any, Any]:
+        """Returns the target's cache and the drafter's state of a batch that has read no token."""
+        target, drafter = self
+        cache = target.init_cache(batch_size, max_length)
+        state = None if drafter is None else drafter.init(drafter.params, batch_size, max_length)
+        return cache, state
 
 
 class _Prompts(NamedTuple):

@@ -8,7 +8,7 @@ import jax.export
 import jax.numpy as jnp
 
 from specjax.config import SpeculativeConfig
-from specjax.decode.drafters import Drafter
+from specjax.decode.drafters import Drafter, Models
 from specjax.decode.logprobs import TopLogprobs
 from specjax.decode.metrics import Metrics
 from specjax.decode.options import LoopOptions, StepOptions
@@ -111,7 +111,7 @@ def generate(
     """
     given = RequestArguments(prompts, keys, max_new_tokens, temperature, eos_token_ids, sampling)
     requests, static = check_arguments(target, drafter, given, config, options)
-    generation = start(run_loop, target, drafter, requests, static)
+    generation = start(run_loop, Models(target, drafter), requests, static)
     return take_first_requests(generation, requests.lengths.shape[0])
 
 
@@ -123,20 +123,14 @@ def take_first_requests(generation: Generation, size: int) -> Generation:
 
 
 @functools.partial(jax.jit, static_argnames="options")
-def run_loop(
-    target: Model,
-    drafter: Drafter | None,
-    state: DecodeState,
-    *,
-    options: StepOptions,
-) -> Generation:
+def run_loop(models: Models, state: DecodeState, *, options: StepOptions) -> Generation:
     """Takes steps until every request has ended, and returns what `generate` returns."""
 
     def take_step(state: DecodeState) -> DecodeState:
-        after, _ = run_step(target, drafter, state, options=options)
+        after, _ = run_step(models, state, options=options)
         return pvary_like(after, state)
 
-    start = pvary_like(state, state, target, drafter)
+    start = pvary_like(state, state, models)
     state = jax.lax.while_loop(lambda state: jnp.any(state.finish == 0), take_step, start)
     return Generation(*(getattr(state, name) for name in Generation._fields))
 

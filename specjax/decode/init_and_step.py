@@ -6,7 +6,7 @@ from typing import Any
 import jax
 
 from specjax.config import SpeculativeConfig
-from specjax.decode.drafters import Drafter
+from specjax.decode.drafters import Drafter, Models
 from specjax.decode.options import LoopOptions
 from specjax.decode.prefill import start
 from specjax.decode.request_batch import RequestArguments, check_arguments, check_step_options
@@ -74,7 +74,7 @@ def init(
         num_rows = static.step.num_rows(drafter)
         masked = with_first_mask(settings.sampling, first_mask, size, num_rows)
         requests = requests._replace(settings=settings._replace(sampling=masked))
-    state, _ = start(run_step, target, drafter, requests, static)
+    state, _ = start(run_step, Models(target, drafter), requests, static)
     return state
 
 
@@ -142,4 +142,5 @@ def step(
     state = state._replace(settings=state.settings._replace(sampling=sampling))
     run = functools.partial(run_step, options=options)
     # One array of the state, since a step may last half a millisecond.
-    return with_auto_axes(run, target, drafter, state, like=state.token_ids)
+    models = Models(target, drafter)
+    return with_auto_axes(run, target.placement, models, state, like=state.token_ids)

@@ -16,7 +16,7 @@ from specjax.decode.adaptive_k import init_history
 from specjax.decode.capacity import explain_out_of_memory, pad_batch_to_mesh
 from specjax.decode.compile.compiler_options import prefill_options
 from specjax.decode.draft_step import propose_draft
-from specjax.decode.drafters import Drafter
+from specjax.decode.drafters import Models
 from specjax.decode.logprobs import empty_logprobs
 from specjax.decode.metrics import init_metrics
 from specjax.decode.options import StaticOptions, StepOptions
@@ -27,7 +27,7 @@ from specjax.devices.placement import pvary_like, with_auto_axes
 from specjax.implementation import Implementation
 from specjax.processing.apply_sampling import count_prompt
 from specjax.processing.grammar import start_states
-from specjax.types import Draft, Model
+from specjax.types import Draft
 
 __all__ = [
     "LoweredProgram",
@@ -54,36 +54,24 @@ class LoweredProgram(NamedTuple):
     compilation: futures.Future[Any]
 
 
-def start(
-    run: Any,
-    target: Model,
-    drafter: Drafter | None,
-    requests: RequestBatch,
-    options: StaticOptions,
-) -> Any:
+def start(run: Any, models: Models, requests: RequestBatch, options: StaticOptions) -> Any:
     """Returns the result of `run` after the prompts are checked and read.
 
     Args:
-      run: a jitted function of target, drafter, state and the options of a step.
-      target: as in `init`.
-      drafter: as in `init`.
+      run: a jitted function of models, state and the options of a step.
+      models: the target, and a drafter or None.
       requests: from `check_arguments`.
       options: from `check_arguments`.
     """
-    check_prompt_ids(target, requests, options.step.num_rows(drafter))
-    with explain_out_of_memory(target, drafter, *requests.token_ids.shape):
-        filled = pad_batch_to_mesh(requests, target.placement)
+    check_prompt_ids(models.target, requests, options.step.num_rows(models.drafter))
+    with explain_out_of_memory(models, *requests.token_ids.shape):
+        filled = pad_batch_to_mesh(requests, models.target.placement)
         function = functools.partial(_prefill_and_run, run, options=options)
-        return with_auto_axes(function, target, drafter, filled, like=requests)
+        return with_auto_axes(function, models.target.placement, models, filled, like=requests)
 
 
 def _prefill_and_run(
-    run: Any,
-    target: Model,
-    drafter: Drafter | None,
-    requests: RequestBatch,
-    *,
-    options: StaticOptions,
+    run: Any, models: Models, requests: RequestBatch, *, options: StaticOptions
 ) -> Any:
     """Reads the prompts and runs `run` on the state: two programs, compiled at the same time.
 
@@ -92,29 +80,24 @@ def _prefill_and_run(
 
     Args:
       run: as in `start`.
-      target: as in `init`.
-      drafter: as in `init`.
+      models: as in `init`.
       requests: as in `run_prefill`.
       options: as in `run_prefill`.
     """
     # The calls below get what was compiled here from JAX. A program that failed is compiled again
     # by its call, which raises the error.
-    programs = _begin_compilation(run, target, drafter, requests, options)
+    programs = _begin_compilation(run, models, requests, options)
     futures.wait(program.compilation for program in programs[:1])
-    state = _prefill_program()(target, drafter, requests, options=options)
+    state = _prefill_program()(models, requests, options=options)
     futures.wait(program.compilation for program in programs[1:])
-    return run(target, drafter, state, options=options.step)
+    return run(models, state, options=options.step)
 
 
 def _begin_compilation(
-    run: Any,
-    target: Model,
-    drafter: Drafter | None,
-    requests: RequestBatch,
-    options: StaticOptions,
+    run: Any, models: Models, requests: RequestBatch, options: StaticOptions
 ) -> tuple[LoweredProgram, ...]:
     """Begins to compile `run_prefill` and `run`, if no call had these shapes and options before."""
-    leaves, structure = jax.tree.flatten((target, drafter, requests))
+    leaves, structure = jax.tree.flatten((models, requests))
     # If inputs are sharded, the state's sharding is known only after prefill.
     if any(isinstance(leaf, jax.core.Tracer) or _is_placed(leaf) for leaf in leaves):
         return ()
@@ -123,7 +106,7 @@ def _begin_compilation(
     types = tuple(map(jax.typeof, leaves))
     if next(_count_calls(run, structure, types, options, jax.dtypes.canonicalize_dtype(float))):
         return ()
-    return begin_compilation(run, target, drafter, requests, options)
+    return begin_compilation(run, models, requests, options)
 
 
 @functools.lru_cache(maxsize=64)
@@ -133,11 +116,7 @@ def _count_calls(*kind: Any) -> Iterator[int]:
 
 
 def begin_compilation(
-    run: Any,
-    target: Model,
-    drafter: Drafter | None,
-    requests: RequestBatch,
-    options: StaticOptions,
+    run: Any, models: Models, requests: RequestBatch, options: StaticOptions
 ) -> tuple[LoweredProgram, LoweredProgram]:
     """Returns `run_prefill` and `run`, which are being compiled.
 
@@ -146,16 +125,16 @@ def begin_compilation(
     """
     pool = futures.ThreadPoolExecutor(2)
     try:
-        lowered = _prefill_program().lower(target, drafter, requests, options=options)
+        lowered = _prefill_program().lower(models, requests, options=options)
         prefill = LoweredProgram(lowered, pool.submit(lowered.compile))
-        state = run_prefill.eval_shape(target, drafter, requests, options=options)
-        if target.placement is not None:
+        state = run_prefill.eval_shape(models, requests, options=options)
+        if models.target.placement is not None:
             shardings = prefill.compilation.result().output_shardings
             state = jax.tree.map(
                 lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
                 *(state, shardings),
             )
-        lowered = run.lower(target, drafter, state, options=options.step)
+        lowered = run.lower(models, state, options=options.step)
         return prefill, LoweredProgram(lowered, pool.submit(lowered.compile))
     finally:
         pool.shutdown(wait=False)
@@ -179,20 +158,17 @@ def _is_placed(leaf: Any) -> bool:
 
 
 @functools.partial(jax.jit, static_argnames="options")
-def run_prefill(
-    target: Model, drafter: Drafter | None, requests: RequestBatch, *, options: StaticOptions
-) -> DecodeState:
+def run_prefill(models: Models, requests: RequestBatch, *, options: StaticOptions) -> DecodeState:
     """Returns a state that has read all but the last token of each prompt, and drafted nothing.
 
     The first step feeds these last tokens, so that only the step's program verifies.
 
     Args:
-      target: as in `init`.
-      drafter: as in `init`.
+      models: as in `init`.
       requests: in buffers of their size S.
       options: from `check_arguments`.
     """
-    state = begin_prefill(target, drafter, requests, options=options.step)
+    state = begin_prefill(models, requests, options=options.step)
     prompt, lengths, _ = requests
     chunk_size = min(options.chunk_size, prompt.shape[1])
     padded = jnp.pad(prompt, ((0, 0), (0, -prompt.shape[1] % chunk_size)))
@@ -200,19 +176,17 @@ def run_prefill(
     def read(carry: Any) -> Any:
         done, cache, drafter_state = carry
         given = state._replace(target_cache=cache, drafter_state=drafter_state)
-        cache, drafter_state, _ = _read_chunk(target, drafter, given, padded, done, chunk_size)
+        cache, drafter_state, _ = _read_chunk(models, given, padded, done, chunk_size)
         return pvary_like((done + jnp.int32(chunk_size), cache, drafter_state), carry)
 
     start = (jnp.int32(0), state.target_cache, state.drafter_state)
-    start = pvary_like(start, start, prompt, lengths, target, drafter)
+    start = pvary_like(start, start, prompt, lengths, models)
     end = jnp.max(lengths - 1)
     _, cache, drafter_state = jax.lax.while_loop(lambda carry: carry[0] < end, read, start)
     return state._replace(target_cache=cache, drafter_state=drafter_state)
 
 
-def begin_prefill(
-    target: Model, drafter: Drafter | None, requests: RequestBatch, *, options: StepOptions
-) -> DecodeState:
+def begin_prefill(models: Models, requests: RequestBatch, *, options: StepOptions) -> DecodeState:
     """Returns a state that has read nothing of the prompts; arguments as in `run_prefill`."""
     prompt, lengths, settings = requests
     size, width = prompt.shape
@@ -221,8 +195,8 @@ def begin_prefill(
         temperature=jnp.broadcast_to(settings.temperature, (size,)),
     )
     token_ids = jnp.where(jnp.arange(width, dtype=jnp.int32)[None] < lengths[:, None], prompt, -1)
-    cache = target.init_cache(size, width)
-    drafter_state = None if drafter is None else drafter.init(drafter.params, size, width)
+    target, drafter = models
+    cache, drafter_state = models.init_caches(size, width)
     k = options.num_rows(drafter) - 1
     none_drafted = jnp.zeros((size,), jnp.int32)
     state = DecodeState(
@@ -254,8 +228,7 @@ def begin_prefill(
 
 
 def read_prompt_chunk(
-    target: Model,
-    drafter: Drafter | None,
+    models: Models,
     state: DecodeState,
     done: jax.Array,
     *,
@@ -265,8 +238,8 @@ def read_prompt_chunk(
     """Reads a chunk of each prompt, for a host that calls every chunk itself.
 
     Args:
-      target: reads all tokens of a prompt, so that the first step need not feed the last one.
-      drafter: reads all tokens but the last.
+      models: the target reads all tokens of a prompt, so that the first step need not feed the
+        last one. The drafter reads all tokens but the last.
       state: from `begin_prefill` or this function.
       done: i32[], how many tokens were read before.
       implementation: as in `run_prefill`.
@@ -277,17 +250,16 @@ def read_prompt_chunk(
     """
     chunk_size = min(chunk_size, state.token_ids.shape[1])
     padded = jnp.pad(state.token_ids, ((0, 0), (0, -state.token_ids.shape[1] % chunk_size)))
-    operands = (target, drafter, state, padded, done, chunk_size)
+    operands = (models, state, padded, done, chunk_size)
     cache, drafter_state, outputs = _read_chunk(*operands, reads_last=True)
     index = jnp.clip(state.lengths - 1 - done, 0, chunk_size - 1)
     hidden, features = jax.tree.map(lambda rows: gather_row(rows, index)[:, None], outputs)
     state = state._replace(target_cache=cache, drafter_state=drafter_state)
-    return state, score_hidden(target, state, implementation, hidden, features)
+    return state, score_hidden(models.target, state, implementation, hidden, features)
 
 
 def _read_chunk(
-    target: Model,
-    drafter: Drafter | None,
+    models: Models,
     state: DecodeState,
     prompt: jax.Array,
     done: jax.Array,
@@ -305,12 +277,11 @@ def _read_chunk(
     ids, positions = jnp.where(inside, ids, 0), jnp.where(inside, done + offsets, -1)
     last = state.lengths[:, None] - 1 if reads_last else None
     caches = (state.target_cache, state.drafter_state)
-    return read_chunk(target, drafter, *caches, ids, positions, last)
+    return read_chunk(models, *caches, ids, positions, last)
 
 
 def read_chunk(
-    target: Model,
-    drafter: Drafter | None,
+    models: Models,
     cache: Any,
     drafter_state: Any,
     token_ids: jax.Array,
@@ -320,20 +291,19 @@ def read_chunk(
     """Returns the target's cache, the drafter's state, and hidden states and features of a chunk.
 
     Args:
-      target: reads all tokens.
-      drafter: reads those before `end`, or None.
+      models: the target reads all tokens, and the drafter those before `end`.
       cache: of the target.
       drafter_state: of the drafter.
       token_ids: i32[B, C].
       positions: i32[B, C], -1 where there is no token.
       end: i32[B, 1], or None for all.
     """
-    taps = () if drafter is None else drafter.taps
-    *outputs, cache = apply_model(target, token_ids, positions, cache, taps)
+    target, drafter = models
+    *outputs, cache = apply_model(target, token_ids, positions, cache, models.taps)
     if drafter is not None:
         if end is not None:
             positions = jnp.where(positions < end, positions, -1)
-        features = outputs[bool(taps)] if drafter.reads_features else None
+        features = outputs[bool(models.taps)] if drafter.reads_features else None
         drafter_state = drafter.extend(
             drafter.params, drafter_state, token_ids, positions, features
         )

@@ -20,7 +20,7 @@ from specjax.call_arrays import CallOptions, VerifyArrays
 from specjax.core.rule import COUPLED, static_rule
 from specjax.decode.commit import Origin, append, append_emitted
 from specjax.decode.draft_step import discard_incompatible_draft, draft_next
-from specjax.decode.drafters import Drafter
+from specjax.decode.drafters import Drafter, Models
 from specjax.decode.logprobs import TopLogprobs, list_top_logprobs
 from specjax.decode.metrics import update_metrics
 from specjax.decode.options import StepOptions
@@ -39,31 +39,25 @@ from specjax.processing.grammar import advance
 from specjax.processing.token_counts import add_to_counts
 from specjax.samplers.batch import verify_over_mesh
 from specjax.samplers.rejection_sample import verify_draft
-from specjax.types import Model
 
 __all__ = ["commit_emitted", "compute_rows", "extend_drafter", "run_step", "verify_pending"]
 
 
 @functools.partial(jax.jit, static_argnames=("options", "row_buckets"))
 def run_step(
-    target: Model,
-    drafter: Drafter | None,
-    state: DecodeState,
-    *,
-    options: StepOptions,
-    row_buckets: tuple[int, ...] = (),
+    models: Models, state: DecodeState, *, options: StepOptions, row_buckets: tuple[int, ...] = ()
 ) -> tuple[DecodeState, StepInfo]:
     """Computes rows, verifies, commits, extends and drafts; returns the next state and the info.
 
     Args:
-      target: as in `step`.
-      drafter: as in `step`.
+      models: the target, and a drafter or None.
       state: as in `step`.
       options: of the step.
       row_buckets: numbers of drafted tokens, besides 0 and K, for which a step of adaptive K has a
         copy of the target's layers.
     """
-    before, rows = compute_rows(target, drafter, state, options, row_buckets)
+    drafter = models.drafter
+    before, rows = compute_rows(models, state, options, row_buckets)
     info = verify_pending(before, rows, options)
     state = commit_emitted(before, rows, info)
     state = extend_drafter(drafter, before, state, rows)
@@ -72,28 +66,23 @@ def run_step(
 
 
 def compute_rows(
-    target: Model,
-    drafter: Drafter | None,
-    state: DecodeState,
-    options: StepOptions,
-    row_buckets: tuple[int, ...] = (),
+    models: Models, state: DecodeState, options: StepOptions, row_buckets: tuple[int, ...] = ()
 ) -> tuple[DecodeState, TargetRows]:
     """Returns the state with the target's cache, and the rows of the last token and the draft.
 
     A draft that another method drew is discarded, and only the first row is then used.
 
     Args:
-      target: as in `run_step`.
-      drafter: as in `run_step`.
+      models: as in `run_step`.
       state: as in `run_step`.
       options: of the step.
       row_buckets: as in `run_step`.
     """
-    taps = () if drafter is None else drafter.taps
+    target, drafter = models
 
     def score(k: int, cache: Any) -> tuple[Any, TargetRows]:
         input_ids, positions = (fed[:, : k + 1] for fed in step_inputs(state))
-        *hidden, cache = apply_model(target, input_ids, positions, cache, taps)
+        *hidden, cache = apply_model(target, input_ids, positions, cache, models.taps)
         return cache, score_hidden(target, state, options.implementation, *hidden)
 
     cache, rows = run_smallest_k(state, score, state.target_cache, row_buckets)

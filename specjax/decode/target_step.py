@@ -138,7 +138,9 @@ def vocabulary_size(target: Model, size: int, num_rows: int, max_length: int) ->
       max_length: S.
     """
     sizes = {"size": size, "num_rows": num_rows, "max_length": max_length}
-    rows = with_auto_axes(functools.partial(_logits.eval_shape, **sizes), target, like=())
+    rows = with_auto_axes(
+        functools.partial(_logits.eval_shape, **sizes), target.placement, target, like=()
+    )
     vocab_size: int = rows.shape[-1]
     return vocab_size
 

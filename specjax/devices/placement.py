@@ -128,15 +128,17 @@ def replicate(placement: Placement | None, tree: Any) -> Any:
     return jax.tree.map(put, tree)
 
 
-def with_auto_axes(function: Callable[..., Any], target: Any, *operands: Any, like: Any) -> Any:
+def with_auto_axes(
+    function: Callable[..., Any], placement: Placement | None, *operands: Any, like: Any
+) -> Any:
     """Calls a function with Auto mesh axes, which a model over devices needs.
 
     Arrays with explicit axes are passed with Auto ones. Outputs get the caller's axis types again.
     No data moves.
 
     Args:
-      function: of the target and the operands.
-      target: a `Model`.
+      function: of the operands.
+      placement: of the target, or None.
       *operands: pytrees.
       like: a pytree of a few of the arrays, which say whether the caller's axes are explicit where
         no context of `jax.set_mesh` does.
@@ -144,7 +146,6 @@ def with_auto_axes(function: Callable[..., Any], target: Any, *operands: Any, li
     Raises:
       ValueError: inside `jit`, of a model over devices.
     """
-    operands, placement = (target, *operands), target.placement
     arrays = [leaf for leaf in jax.tree.leaves(like) if isinstance(leaf, jax.Array)]
     kinds = [jax.sharding.get_abstract_mesh(), *(jax.typeof(x).sharding.mesh for x in arrays)]
     if not any(AxisType.Explicit in kind.axis_types for kind in kinds):
@@ -158,7 +159,7 @@ def with_auto_axes(function: Callable[..., Any], target: Any, *operands: Any, li
         )
     theirs = [jax.sharding.get_mesh(), *(getattr(x.sharding, "mesh", None) for x in arrays)]
     mesh = next(each for each in theirs if each and AxisType.Explicit in each.axis_types)
-    own = _auto_mesh(mesh) if placement is None else placement.mesh
+    own: Any = _auto_mesh(mesh) if placement is None else placement.mesh
     with jax.set_mesh(own):
         outputs = function(*_with_axis_types(operands, own))
     return _with_axis_types(outputs, mesh)

@@ -12,7 +12,7 @@ from specjax.checks import check_count, check_flag
 from specjax.config import SpeculativeConfig
 from specjax.decode.adaptive_k import constant_k, k_by_rate, throughput_by_rate
 from specjax.decode.capacity import pad_eos
-from specjax.decode.drafters import Drafter
+from specjax.decode.drafters import Drafter, Models
 from specjax.decode.matchers import Matcher, new_masks
 from specjax.decode.options import LoopOptions, check_capacity
 from specjax.decode.request_batch import RequestArguments, check_arguments
@@ -116,8 +116,7 @@ class Engine:
         chunk_size = default_chunk_size() if is_default else static.chunk_size
         defaults = drop_batch_axis(sampling)
         programs = make_programs(
-            target,
-            drafter,
+            Models(target, drafter),
             _settings_of_slots(requests.settings, defaults, k_by_rate),
             max_length=max_length,
             chunk_size=min(chunk_size, max_length),

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.decode.capacity import format_bytes
-from specjax.decode.drafters import Drafter, reads_chunks
+from specjax.decode.drafters import Models, reads_chunks
 from specjax.decode.options import PREFILL_CHUNK_SIZE, StepOptions
 from specjax.decode.state import DecodeState, Settings
 from specjax.decode.target_step import count_rows, vocabulary_size
@@ -113,19 +113,12 @@ class Programs(NamedTuple):
 
 
 def make_programs(
-    target: Model,
-    drafter: Drafter | None,
-    settings: Settings,
-    *,
-    max_length: int,
-    chunk_size: int,
-    options: StepOptions,
+    models: Models, settings: Settings, *, max_length: int, chunk_size: int, options: StepOptions
 ) -> Programs:
     """Returns the programs of an engine; nothing is compiled yet.
 
     Args:
-      target: as in `Engine`.
-      drafter: as in `Engine`.
+      models: as in `Engine`.
       settings: of B equal requests.
       max_length: S.
       chunk_size: C.
@@ -135,11 +128,11 @@ def make_programs(
       ValueError: for a mesh with several processes or several devices for requests. Also for a
         cache with a leaf without an axis of requests, and for drafts with `rows`.
     """
-    _check_placement(target)
+    _check_placement(models.target)
     empty = functools.partial(
-        slots.empty_slots, target, drafter, settings, max_length=max_length, options=options
+        slots.empty_slots, models, settings, max_length=max_length, options=options
     )
-    axes_of_row = slots.row_axes(target, drafter, max_length)
+    axes_of_row = slots.row_axes(models, max_length)
     shapes = slots.empty_slots.eval_shape(*empty.args, **empty.keywords)
     if shapes.draft.rows is not None:
         raise ValueError(
@@ -154,32 +147,30 @@ def make_programs(
     # For adaptive K: besides programs of 0 and K drafts one of half as many, a copy of the layers.
     row_buckets = (count_rows(shapes) // 2,)
     num_slots, leaf_axes = shapes.lengths.size, tuple(jax.tree.leaves(axes_of_row))
-    new_row = functools.partial(slots.new_row, target, drafter)
-    prefill_chunk = functools.partial(slots.prefill_chunk, target, drafter)
+    new_row = functools.partial(slots.new_row, models)
+    prefill_chunk = functools.partial(slots.prefill_chunk, models)
     batch = _choose_batch(new_row, num_slots, lengths[0], chunk_size)
     return Programs(
         new_row=new_row,
-        grow_row=functools.partial(slots.grow_row, target, drafter),
+        grow_row=functools.partial(slots.grow_row, models),
         row_lengths=lengths,
         chunk_size=chunk_size,
         prefill_chunk=prefill_chunk,
-        new_target_row=functools.partial(slots.new_row, target, None),
+        new_target_row=functools.partial(slots.new_row, models._replace(drafter=None)),
         batch_size=batch[0],
         batch_chunk_size=batch[1],
         put_row=functools.partial(slots.put, axes=leaf_axes),
         prefill_batch=prefill_chunk,
         take_row=functools.partial(slots.take, axes=leaf_axes),
-        admit=functools.partial(slots.admit, target, drafter, axes=axes, options=options),
-        step=functools.partial(
-            slots.step_slots, target, drafter, row_buckets=row_buckets, options=options
-        ),
+        admit=functools.partial(slots.admit, models, axes=axes, options=options),
+        step=functools.partial(slots.step_slots, models, row_buckets=row_buckets, options=options),
         release=slots.release,
         park=functools.partial(slots.take, axes=axes),
         resume=functools.partial(slots.put, axes=axes),
         empty_slots=empty,
         num_slots=num_slots,
         slot_bytes=slots.slot_bytes(shapes, axes),
-        vocab_size=vocabulary_size(target, 1, 1, 2),
+        vocab_size=vocabulary_size(models.target, 1, 1, 2),
     )
 
 

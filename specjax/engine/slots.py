@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax.decode.drafters import Drafter
+from specjax.decode.drafters import Models
 from specjax.decode.logprobs import TopLogprobs
 from specjax.decode.metrics import Metrics
 from specjax.decode.options import StepOptions
@@ -25,7 +25,6 @@ from specjax.decode.state import DecodeState, RequestBatch, Settings
 from specjax.decode.step import run_step
 from specjax.decode.target_step import count_drafted, count_rows
 from specjax.processing.sampling_params import SamplingParams
-from specjax.types import Model
 
 __all__ = [
     "PromptRow",
@@ -115,17 +114,13 @@ class StepOutput(NamedTuple):
 
 
 @functools.partial(jax.jit, static_argnames=("max_length", "size"))
-def new_row(target: Model, drafter: Drafter | None, *, max_length: int, size: int = 1) -> PromptRow:
+def new_row(models: Models, *, max_length: int, size: int = 1) -> PromptRow:
     """Returns an empty row, or `size` of them as a batch."""
-    cache = target.init_cache(size, max_length)
-    state = None if drafter is None else drafter.init(drafter.params, size, max_length)
-    return _with_own_buffers(PromptRow(cache, state))
+    return _with_own_buffers(PromptRow(*models.init_caches(size, max_length)))
 
 
 @functools.partial(jax.jit, static_argnames="max_length")
-def grow_row(
-    target: Model, drafter: Drafter | None, row: PromptRow, *, max_length: int
-) -> PromptRow:
+def grow_row(models: Models, row: PromptRow, *, max_length: int) -> PromptRow:
     """Returns a longer row of the same tokens: each leaf of the shorter one is its beginning."""
 
     def put_first(longer: jax.Array, leaf: jax.Array) -> jax.Array:
@@ -133,29 +128,24 @@ def grow_row(
             return leaf
         return jax.lax.dynamic_update_slice(longer, leaf, (0,) * leaf.ndim)
 
-    return jax.tree.map(put_first, new_row(target, drafter, max_length=max_length), row)
+    return jax.tree.map(put_first, new_row(models, max_length=max_length), row)
 
 
 @functools.partial(jax.jit, donate_argnames="row")
 def prefill_chunk(
-    target: Model,
-    drafter: Drafter | None,
-    row: PromptRow,
-    token_ids: jax.Array,
-    positions: jax.Array,
+    models: Models, row: PromptRow, token_ids: jax.Array, positions: jax.Array
 ) -> PromptRow:
     """Returns the row after the models read a chunk of its prompt; or the rows of a batch.
 
     Args:
-      target: as in `Engine`.
-      drafter: as in `Engine`.
+      models: as in `Engine`.
       row: before the chunk. Without a drafter's state, the target alone reads.
       token_ids: i32[1, C], or i32[N, C] of a batch.
       positions: of the same shape, -1 where there is no token.
     """
     if row.drafter_state is None:
-        drafter = None
-    *states, _ = read_chunk(target, drafter, *row, token_ids, positions)
+        models = models._replace(drafter=None)
+    *states, _ = read_chunk(models, *row, token_ids, positions)
     return PromptRow(*states)
 
 
@@ -164,18 +154,12 @@ def prefill_chunk(
 
 @functools.partial(jax.jit, static_argnames=("max_length", "options"))
 def empty_slots(
-    target: Model,
-    drafter: Drafter | None,
-    settings: Settings,
-    *,
-    max_length: int,
-    options: StepOptions,
+    models: Models, settings: Settings, *, max_length: int, options: StepOptions
 ) -> DecodeState:
     """Returns a state of slots without requests.
 
     Args:
-      target: as in `Engine`.
-      drafter: as in `Engine`.
+      models: as in `Engine`.
       settings: of B equal requests, with [B, E] end-of-sequence ids.
       max_length: S.
       options: as in `run_step`.
@@ -183,14 +167,13 @@ def empty_slots(
     size = settings.prompt_lengths.shape[0]
     prompts = jnp.zeros((size, max_length), jnp.int32)
     requests = RequestBatch(prompts, jnp.ones((size,), jnp.int32), settings)
-    state = begin_prefill(target, drafter, requests, options=options)
+    state = begin_prefill(models, requests, options=options)
     return _with_own_buffers(release(state, jnp.ones(size, bool)))
 
 
 @functools.partial(jax.jit, static_argnames=("options", "axes"), donate_argnames="slots")
 def admit(
-    target: Model,
-    drafter: Drafter | None,
+    models: Models,
     slots: DecodeState,
     row: PromptRow,
     slot: jax.Array,
@@ -203,8 +186,7 @@ def admit(
     """Returns the slots with a request in one of them; its first step is the next one.
 
     Args:
-      target: as in `Engine`.
-      drafter: as in `Engine`.
+      models: as in `Engine`.
       slots: before.
       row: has read the prompt but for its last token; of any length that holds it.
       slot: i32.
@@ -223,15 +205,14 @@ def admit(
         sampling = settings.sampling._replace(grammar=slots.settings.sampling.grammar)
         settings = settings._replace(sampling=sampling)
     requests = RequestBatch(prompt, settings.prompt_lengths, settings)
-    one = begin_prefill(target, drafter, requests, options=options)
-    row = grow_row(target, drafter, row, max_length=prompt.shape[1])
+    one = begin_prefill(models, requests, options=options)
+    row = grow_row(models, row, max_length=prompt.shape[1])
     return put(slots, one._replace(**row._asdict()), slot, axes=axes)
 
 
 @functools.partial(jax.jit, static_argnames=("options", "row_buckets"), donate_argnames="slots")
 def step_slots(
-    target: Model,
-    drafter: Drafter | None,
+    models: Models,
     slots: DecodeState,
     allowed: jax.Array | None,
     *,
@@ -241,8 +222,7 @@ def step_slots(
     """Returns the slots after one step of every request, and the tokens that it committed.
 
     Args:
-      target: as in `Engine`.
-      drafter: as in `Engine`.
+      models: as in `Engine`.
       slots: before.
       allowed: u32[B, K + 1, ceil(V / 32)], a host's masks of the rows of this step; or None.
       options: as in `run_step`.
@@ -253,8 +233,7 @@ def step_slots(
     if allowed is not None:
         masked = (SamplingParams() if sampling is None else sampling)._replace(allowed=allowed)
     slots, _ = run_step(
-        target,
-        drafter,
+        models,
         _with_sampling(slots, masked),
         options=options,
         row_buckets=row_buckets,
@@ -368,12 +347,13 @@ def find_axes(make: Callable[[int], Any], name: str) -> Any:
     return jax.tree.map(axis_of, small, large)
 
 
-def row_axes(target: Model, drafter: Drafter | None, max_length: int) -> PromptRow:
+def row_axes(models: Models, max_length: int) -> PromptRow:
     """Returns the axis of each leaf of a `PromptRow` that holds the prompts.
 
     Raises:
       ValueError: for a cache or a drafter's state with a leaf without such an axis.
     """
+    target, drafter = models
     cache = find_axes(lambda size: target.init_cache(size, max_length), "the target's cache")
     state = drafter and find_axes(
         lambda size: drafter.init(drafter.params, size, max_length), "the drafter's state"

@@ -11,6 +11,7 @@ import pytest
 import specjax
 from specjax import SpeculativeConfig
 from specjax.cli.stream_programs import StreamPrograms
+from specjax.decode.drafters import Models
 from specjax.decode.options import LoopOptions
 from specjax.decode.prefill import begin_prefill, read_prompt_chunk, run_prefill
 from specjax.decode.request_batch import RequestArguments, check_arguments
@@ -52,11 +53,12 @@ def test_chunks_give_the_row_that_the_last_token_would_give(taps):
     options = {"keys": bigrams.keys(2), "config": SpeculativeConfig(3), "max_new_tokens": 9}
     options |= {"temperature": 0.7, "options": LoopOptions(prefill_chunk_size=2)}
     requests, static = checked(MODEL, drafter, prompts, **options)
-    before = run_prefill(MODEL, drafter, requests, options=static)
+    models = Models(MODEL, drafter)
+    before = run_prefill(models, requests, options=static)
     size = {"chunk_size": static.chunk_size, "implementation": None}
-    state = begin_prefill(MODEL, drafter, requests, options=static.step)
+    state = begin_prefill(models, requests, options=static.step)
     for done in (0, 2, 4):
-        state, rows = read_prompt_chunk(MODEL, drafter, state, jnp.int32(done), **size)
+        state, rows = read_prompt_chunk(models, state, jnp.int32(done), **size)
     first_row = before._replace(draft=before.draft.replace(token_ids=before.draft.token_ids[:, :0]))
     *hidden, cache = apply_model(MODEL, *step_inputs(first_row), before.target_cache, taps)
     expected = score_hidden(MODEL, first_row, None, *hidden)

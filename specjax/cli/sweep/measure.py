@@ -19,7 +19,7 @@ import numpy as np
 from specjax.cli.sweep.choice import synthetic_lengths
 from specjax.config import DraftSampleMethod, SpeculativeConfig
 from specjax.decode.commit import Finish
-from specjax.decode.drafters import Drafter
+from specjax.decode.drafters import Drafter, Models
 from specjax.decode.init_and_step import step
 from specjax.decode.prefill import run_prefill
 from specjax.decode.request_batch import RequestArguments, check_arguments
@@ -157,7 +157,7 @@ def start_batch(
     key, temperature = jax.random.fold_in(workload.key, number), np.float32(workload.temperature)
     given = RequestArguments(rows, key, num_tokens, temperature)
     requests, options = check_arguments(workload.target, drafter, given, config)
-    return run_prefill(workload.target, drafter, requests, options=options)
+    return run_prefill(Models(workload.target, drafter), requests, options=options)
 
 
 def _start_synthetic(workload: Workload, K: int, number: int) -> DecodeState:

@@ -22,7 +22,7 @@ from specjax.decode.compile.saved_programs import (
     serialize_programs,
     write_programs,
 )
-from specjax.decode.drafters import Drafter
+from specjax.decode.drafters import Drafter, Models
 from specjax.decode.generate import Generation, run_loop, take_first_requests
 from specjax.decode.logprobs import TopLogprobs
 from specjax.decode.metrics import Metrics
@@ -119,9 +119,10 @@ class CompiledGenerate:
         _check_functions(_list_functions(target=target, drafter=drafter), self.functions)
         filled = pad_batch_to_mesh(requests._replace(settings=settings), target.placement)
         filled = replicate(target.placement, filled)
-        with explain_out_of_memory(target, drafter, *filled.token_ids.shape):
-            state = with_auto_axes(prefill, target, drafter, filled, like=keys)
-            generation = with_auto_axes(run, target, drafter, state, like=keys)
+        models, placement = Models(target, drafter), target.placement
+        with explain_out_of_memory(models, *filled.token_ids.shape):
+            state = with_auto_axes(prefill, placement, models, filled, like=keys)
+            generation = with_auto_axes(run, placement, models, state, like=keys)
         return take_first_requests(generation, self.batch_size)
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -204,7 +205,7 @@ def compile_generate(
     if target.placement is None and any(x and len(x.device_set) > 1 for x in shardings):
         raise ValueError("Parameters lie on several devices; see the mesh of models.load.")
     filled = replicate(target.placement, pad_batch_to_mesh(requests, target.placement))
-    begun = begin_compilation(run_loop, target, drafter, filled, static)
+    begun = begin_compilation(run_loop, Models(target, drafter), filled, static)
     lowered = [fold, *(program.lowered for program in begun)]
     programs = [fold.compile(), *(program.compilation.result() for program in begun)]
     return CompiledGenerate(

@@ -17,6 +17,7 @@ from over_devices import collectives
 
 import specjax
 from specjax.call_arrays import CallOptions, VerifyArrays
+from specjax.decode.drafters import Models
 from specjax.decode.prefill import run_prefill
 from specjax.decode.request_batch import RequestArguments, check_arguments
 from specjax.decode.step import run_step
@@ -610,8 +611,8 @@ def test_no_kernel_of_a_step_of_decoding_is_left_to_gspmd():
         requests, static = check_arguments(
             target, drafter, given, specjax.SpeculativeConfig(2), options
         )
-        state = run_prefill.eval_shape(target, drafter, requests, options=static)
-        traced = run_step.trace(target, drafter, state, options=static.step)
+        state = run_prefill.eval_shape(Models(target, drafter), requests, options=static)
+        traced = run_step.trace(Models(target, drafter), state, options=static.step)
     found = collections.Counter(primitives(traced.jaxpr.jaxpr))
     assert found["pallas_call", True] > 20
     assert found["pallas_call", False] == 0

@@ -232,8 +232,8 @@ MUTATIONS = (
     ),
     Mutation(
         "specjax.decode.prefill.read_chunk",
-        "outputs[bool(taps)]",
-        "jnp.tile(outputs[0], max(len(taps), 1))",
+        "outputs[bool(models.taps)]",
+        "jnp.tile(outputs[0], max(len(models.taps), 1))",
         capacity(_TAPS),
         "the features of a prompt are its last hidden states",
     ),

@@ -98,7 +98,7 @@ MUTATIONS = (
     ),
     Mutation(
         "specjax.decode.prefill.begin_compilation",
-        "if target.placement is not None:",
+        "if models.target.placement is not None:",
         "if False:",
         split_models("test_calls_inside_explicit_axes_give_arrays_of_these_axes"),
         "steps are compiled for a state that lies elsewhere",
