@@ -5,7 +5,7 @@ import inspect
 import itertools
 from collections.abc import Iterator
 from concurrent import futures
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +30,6 @@ from specjax.processing.grammar import start_states
 from specjax.types import Draft
 
 __all__ = [
-    "LoweredProgram",
     "begin_compilation",
     "begin_prefill",
     "read_chunk",
@@ -40,18 +39,6 @@ __all__ = [
 ]
 
 _NOT_TRACED = get_opaque_trace_state(convention="flax")
-
-
-class LoweredProgram(NamedTuple):
-    """A program that is being compiled.
-
-    Attributes:
-      lowered: `jax.stages.Lowered`.
-      compilation: a future of `jax.stages.Compiled`.
-    """
-
-    lowered: Any
-    compilation: futures.Future[Any]
 
 
 def start(run: Any, models: Models, requests: RequestBatch, options: StaticOptions) -> Any:
@@ -86,27 +73,27 @@ def _prefill_and_run(
     """
     # The calls below get what was compiled here from JAX. A program that failed is compiled again
     # by its call, which raises the error.
-    programs = _begin_compilation(run, models, requests, options)
-    futures.wait(program.compilation for program in programs[:1])
+    compilations = _begin_compilation(run, models, requests, options)
+    futures.wait(compilations[:1])
     state = _prefill_program()(models, requests, options=options)
-    futures.wait(program.compilation for program in programs[1:])
+    futures.wait(compilations[1:])
     return run(models, state, options=options.step)
 
 
 def _begin_compilation(
     run: Any, models: Models, requests: RequestBatch, options: StaticOptions
-) -> tuple[LoweredProgram, ...]:
+) -> tuple[futures.Future[Any], ...]:
     """Begins to compile `run_prefill` and `run`, if no call had these shapes and options before."""
     leaves, structure = jax.tree.flatten((models, requests))
     # If inputs are sharded, the state's sharding is known only after prefill.
-    if any(isinstance(leaf, jax.core.Tracer) or _is_placed(leaf) for leaf in leaves):
-        return ()
-    if jax.config.values["jax_disable_jit"]:
+    arrays = [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
+    is_placed = any(isinstance(array, jax.core.Tracer) or array.committed for array in arrays)
+    if is_placed or jax.config.values["jax_disable_jit"]:
         return ()
     types = tuple(map(jax.typeof, leaves))
     if next(_count_calls(run, structure, types, options, jax.dtypes.canonicalize_dtype(float))):
         return ()
-    return begin_compilation(run, models, requests, options)
+    return begin_compilation(run, models, requests, options)[1]
 
 
 @functools.lru_cache(maxsize=64)
@@ -117,25 +104,25 @@ def _count_calls(*kind: Any) -> Iterator[int]:
 
 def begin_compilation(
     run: Any, models: Models, requests: RequestBatch, options: StaticOptions
-) -> tuple[LoweredProgram, LoweredProgram]:
-    """Returns `run_prefill` and `run`, which are being compiled.
+) -> tuple[tuple[Any, Any], tuple[futures.Future[Any], futures.Future[Any]]]:
+    """Returns `run_prefill` and `run` as they were lowered, and futures of what is compiled.
 
     The first is compiled, or read from a cache, while Python traces the second. For a model over
     devices the second is traced afterwards: the first tells the state's sharding.
     """
     pool = futures.ThreadPoolExecutor(2)
     try:
-        lowered = _prefill_program().lower(models, requests, options=options)
-        prefill = LoweredProgram(lowered, pool.submit(lowered.compile))
+        prefill = _prefill_program().lower(models, requests, options=options)
+        compiled_prefill = pool.submit(prefill.compile)
         state = run_prefill.eval_shape(models, requests, options=options)
         if models.target.placement is not None:
-            shardings = prefill.compilation.result().output_shardings
+            shardings = compiled_prefill.result().output_shardings
             state = jax.tree.map(
                 lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
                 *(state, shardings),
             )
         lowered = run.lower(models, state, options=options.step)
-        return prefill, LoweredProgram(lowered, pool.submit(lowered.compile))
+        return (prefill, lowered), (compiled_prefill, pool.submit(lowered.compile))
     finally:
         pool.shutdown(wait=False)
 
@@ -151,10 +138,6 @@ def _prefill_program() -> Any:
 def _gpu_prefill() -> Any:
     function = inspect.unwrap(run_prefill)
     return jax.jit(function, static_argnames="options", compiler_options=prefill_options())
-
-
-def _is_placed(leaf: Any) -> bool:
-    return isinstance(leaf, jax.Array) and leaf.committed
 
 
 @functools.partial(jax.jit, static_argnames="options")

@@ -51,15 +51,10 @@ def enable_compilation_cache(
     if not settings["jax_enable_compilation_cache"]:
         return None
     in_use = os.environ.get("JAX_COMPILATION_CACHE_DIR") or settings["jax_compilation_cache_dir"]
-    if folder is not None:
-        path = pathlib.Path(folder)
-        _make_writable(path)
-    elif in_use:
-        return pathlib.Path(in_use)
-    elif default := command_folder():
-        path = default
-    else:
-        return None
+    path = command_folder() if folder is None else pathlib.Path(folder)
+    if path is None:
+        return pathlib.Path(in_use) if in_use else None
+    _make_writable(path)
     if in_use:
         # JAX opens its folder once, and would go on with the one before.
         compilation_cache.reset_cache()
@@ -81,10 +76,14 @@ def command_folder() -> pathlib.Path | None:
         return None
     if os.environ.get("JAX_COMPILATION_CACHE_DIR") or settings["jax_compilation_cache_dir"]:
         return None
+    root = os.environ.get("XDG_CACHE_HOME", "")
     try:
-        path = _default_folder()
+        # A relative path is to be ignored, says the XDG Base Directory Specification.
+        cache = pathlib.Path(root) if os.path.isabs(root) else pathlib.Path.home() / ".cache"
+        # Code that is compiled for one processor may crash on another.
+        path = cache / "specjax" / f"{platform.node()}-{processor_id()}"
         _make_writable(path)
-    except (OSError, RuntimeError):
+    except (OSError, RuntimeError):  # Without a home, pathlib raises the second.
         return None
     return path
 
@@ -93,19 +92,6 @@ def _make_writable(folder: pathlib.Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     if not os.access(folder, os.W_OK):
         raise PermissionError(f"{folder} cannot be written.")
-
-
-def _default_folder() -> pathlib.Path:
-    """Returns the folder of this host; a RuntimeError says that there is no home."""
-    root = os.environ.get("XDG_CACHE_HOME", "")
-    # A relative path is to be ignored, says the XDG Base Directory Specification.
-    cache = pathlib.Path(root) if os.path.isabs(root) else pathlib.Path.home() / ".cache"
-    return cache / "specjax" / _host_id()
-
-
-def _host_id() -> str:
-    """Returns an id of host and processor: code compiled for one may crash on another."""
-    return f"{platform.node()}-{processor_id()}"
 
 
 def processor_id() -> str:

@@ -43,8 +43,8 @@ from specjax.types import Model
 
 __all__ = ["CompiledGenerate", "compile_generate", "load_compiled"]
 
-# What a file says of `LoopOptions`: an implementation is in the programs.
-_SAVED_OPTIONS = ("max_length", "prefill_chunk_size", "num_logprobs", "logprobs_mode")
+# Fields that a file holds as they are.
+_DESCRIBED = ("batch_size", "num_eos_token_ids", "vocab_size", "arguments")
 _fold_in_rows = jax.jit(fold_in_rows, static_argnames="size")
 
 
@@ -139,14 +139,10 @@ class CompiledGenerate:
         """
         if self.functions.get("target.placement") is not None:
             raise ValueError("Programs of a model over devices are not saved; compile them anew.")
-        description = {
-            "batch_size": self.batch_size,
-            "num_eos_token_ids": self.num_eos_token_ids,
-            "vocab_size": self.vocab_size,
-            "config": self.config.to_json(),
-            "options": {name: getattr(self.options, name) for name in _SAVED_OPTIONS},
-            "arguments": self.arguments,
-        }
+        options = dataclasses.asdict(self.options)
+        del options["implementation"]  # It is in the programs.
+        description = {name: getattr(self, name) for name in _DESCRIBED}
+        description |= {"config": self.config.to_json(), "options": options}
         write_programs(path, description, self.serialize())
 
 
@@ -205,9 +201,9 @@ def compile_generate(
     if target.placement is None and any(x and len(x.device_set) > 1 for x in shardings):
         raise ValueError("Parameters lie on several devices; see the mesh of models.load.")
     filled = replicate(target.placement, pad_batch_to_mesh(requests, target.placement))
-    begun = begin_compilation(run_loop, Models(target, drafter), filled, static)
-    lowered = [fold, *(program.lowered for program in begun)]
-    programs = [fold.compile(), *(program.compilation.result() for program in begun)]
+    lowered, compilations = begin_compilation(run_loop, Models(target, drafter), filled, static)
+    lowered = (fold, *lowered)
+    programs = [fold.compile(), *(compilation.result() for compilation in compilations)]
     return CompiledGenerate(
         batch_size=batch_size,
         num_eos_token_ids=num_eos_token_ids,
@@ -253,8 +249,7 @@ def load_compiled(path: str | os.PathLike[str]) -> CompiledGenerate:
     """
     description, saved = read_programs(path)
     try:
-        batch_size, vocab_size = description["batch_size"], description["vocab_size"]
-        num_eos_token_ids, arguments = description["num_eos_token_ids"], description["arguments"]
+        described = {name: description[name] for name in _DESCRIBED}
         auto = {"num_speculative_tokens": "auto"} if description["config"]["step_costs"] else {}
         config = SpeculativeConfig(**description["config"] | auto)
         options = LoopOptions(**description["options"])
@@ -267,12 +262,9 @@ def load_compiled(path: str | os.PathLike[str]) -> CompiledGenerate:
     texts = Generation._make([*Generation._fields[:5], Metrics._make(Metrics._fields), listed])
     programs = [load_program(*each) for each in zip(saved, (0, None, texts), strict=True)]
     return CompiledGenerate(
-        batch_size=batch_size,
-        num_eos_token_ids=num_eos_token_ids,
-        vocab_size=vocab_size,
+        **described,
         config=config,
         options=options,
-        arguments=arguments,
         programs=programs,
         serialize=lambda: saved,
         functions={},
