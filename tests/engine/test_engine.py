@@ -855,9 +855,9 @@ def read_together(monkeypatch):
     monkeypatch.setattr("specjax.engine.programs._MIN_CHUNK", 1)
     shapes, read = [], slots.prefill_chunk
 
-    def note(target, drafter, row, token_ids, positions):
+    def note(models, row, token_ids, positions):
         shapes.append(token_ids.shape)
-        return read(target, drafter, row, token_ids, positions)
+        return read(models, row, token_ids, positions)
 
     monkeypatch.setattr(slots, "prefill_chunk", note)
     return shapes
