@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from specjax.checks import check_noise_dtype
+from specjax.checks import check_noise_dtype, check_type
 from specjax.core.rule import STANDARD, Rule, StaticRule
 from specjax.devices.placement import Placement
 from specjax.devices.vocabulary_split import VocabularySplit, axis_of
@@ -116,11 +116,8 @@ class CallOptions:
 
 def check_options(options: Options) -> None:
     """Raises `ValueError` for what is no `Options`."""
-    if not isinstance(options, Options):
-        raise ValueError(
-            f"options is {type(options).__name__}; it needs a specjax.Options, such as "
-            'specjax.Options(implementation="xla").'
-        )
+    needed = 'a specjax.Options, such as specjax.Options(implementation="xla")'
+    check_type("options", options, Options, needed)
 
 
 def check_whole_rows(options: Options, why: str) -> None:

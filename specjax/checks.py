@@ -22,6 +22,7 @@ __all__ = [
     "check_noise_dtype",
     "check_ragged_draft",
     "check_shape",
+    "check_type",
     "parse_array",
     "parse_ids",
     "parse_optional",
@@ -287,6 +288,12 @@ def check_keys(keys: Any, batch_size: int, name: str = "keys") -> Any:
             "for one key that every request folds its row index into."
         )
     return keys
+
+
+def check_type(name: str, value: Any, kind: type, needed: str) -> None:
+    """Raises `ValueError` for a value of another type; the error says what is `needed`."""
+    if not isinstance(value, kind):
+        raise ValueError(f"{name} is {type(value).__name__}; it needs {needed}.")
 
 
 def check_flag(name: str, value: Any) -> bool:

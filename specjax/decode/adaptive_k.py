@@ -71,6 +71,11 @@ _PRIOR_ACCEPTED = 2540
 _USUAL_RATE = 0.55
 
 
+# How a drafter drafts, and how it reads tokens; both take and return its state.
+_Propose = Callable[[Any, jax.Array], tuple[Draft, Any]]
+_Read = Callable[[Any, jax.Array], Any]
+
+
 class DraftHistory(NamedTuple):
     """Counts of each request's past drafts, by which an adaptive policy chooses.
 
@@ -118,15 +123,10 @@ class FixedK:
         return function(operand)
 
     def draft(
-        self,
-        propose: Callable[[Any, jax.Array], tuple[Draft, Any]],
-        read: Callable[[Any, jax.Array], Any],
-        drafter_state: Any,
-        num_tokens: jax.Array,
-        lengths: jax.Array,
+        self, propose: _Propose, read: _Read, state: Any, num_tokens: jax.Array, lengths: jax.Array
     ) -> tuple[Draft, Any, DraftHistory | None]:
-        """Returns `propose(drafter_state, num_tokens)`, and no history."""
-        return *propose(drafter_state, num_tokens), None
+        """Returns `propose(state, num_tokens)`, and no history."""
+        return *propose(state, num_tokens), None
 
     def update(
         self, num_drafted: jax.Array, num_accepted: jax.Array, lengths: jax.Array
@@ -182,21 +182,16 @@ class AdaptiveK:
         return cond_in_place(jnp.any(num_tokens > 0), function, operand)
 
     def draft(
-        self,
-        propose: Callable[[Any, jax.Array], tuple[Draft, Any]],
-        read: Callable[[Any, jax.Array], Any],
-        drafter_state: Any,
-        num_tokens: jax.Array,
-        lengths: jax.Array,
+        self, propose: _Propose, read: _Read, state: Any, num_tokens: jax.Array, lengths: jax.Array
     ) -> tuple[Draft, Any, DraftHistory | None]:
         """Returns the draft of requests that draft; these first read the tokens that they missed.
 
         Args:
-          propose: `(drafter_state, num_tokens) -> (draft, drafter_state)`, with -1 tokens for a
-            request that drafts none.
-          read: `(drafter_state, num_read) -> drafter_state`, which reads the committed tokens
-            after the first `num_read` i32[B], but for the last.
-          drafter_state: before.
+          propose: `(state, num_tokens) -> (draft, state)`, with -1 tokens for a request that drafts
+            none.
+          read: `(state, num_read) -> state`, which reads the committed tokens after the first
+            `num_read` i32[B], but for the last.
+          state: the drafter's, before.
           num_tokens: i32[B], how many tokens each request drafts, -1 if it ended.
           lengths: i32[B], committed tokens.
 
@@ -206,16 +201,16 @@ class AdaptiveK:
         drafts, history = num_tokens > 0, self.history
         # The last two tokens are read by every proposal.
         missed = drafts & (lengths - 1 - history.num_read > 1)
-        drafter_state = read(drafter_state, jnp.where(missed, history.num_read, lengths - 1))
+        state = read(state, jnp.where(missed, history.num_read, lengths - 1))
         # To the drafter a request that drafts nothing is an inactive one, alone or in a batch.
-        draft, drafter_state = propose(drafter_state, jnp.where(drafts, num_tokens, -1))
+        draft, state = propose(state, jnp.where(drafts, num_tokens, -1))
         num_drafted = draft.num_tokens
         assert num_drafted is not None
         draft = draft.replace(num_tokens=jnp.where(drafts, num_drafted, num_tokens))
         # It has read all but the last token of its draft.
         num_read = lengths - 1 + jnp.maximum(num_drafted, 1)
         history = history._replace(num_read=jnp.where(drafts, num_read, history.num_read))
-        return draft, drafter_state, history
+        return draft, state, history
 
     def update(
         self, num_drafted: jax.Array, num_accepted: jax.Array, lengths: jax.Array

@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any
 
-from specjax.checks import check_count
+from specjax.checks import check_count, check_type
 from specjax.config import SpeculativeConfig
 from specjax.implementation import Implementation
 
@@ -13,7 +13,6 @@ __all__ = [
     "StaticOptions",
     "StepOptions",
     "check_capacity",
-    "check_options_type",
 ]
 
 PREFILL_CHUNK_SIZE = 128
@@ -88,13 +87,7 @@ class StaticOptions:
     chunk_size: int
 
 
-def check_options_type(options: Any) -> None:
-    """Refuses options of another type."""
-    if not isinstance(options, LoopOptions):
-        raise ValueError(f"options is {type(options).__name__}; it needs specjax.LoopOptions(...).")
-
-
 def check_capacity(options: Any, why: str) -> int:
     """Returns the `max_length` of options, where it is needed; the error ends with `why`."""
-    check_options_type(options)
+    check_type("options", options, LoopOptions, "specjax.LoopOptions(...)")
     return check_count("max_length", options.max_length, 2, why)

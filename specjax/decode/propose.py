@@ -15,6 +15,7 @@ from specjax.checks import (
     check_draft_method,
     check_keys,
     check_logits,
+    check_type,
     parse_array,
 )
 from specjax.config import SpeculativeConfig
@@ -204,7 +205,10 @@ def _draft_tokens(
     has_no_q = greedy or coupled
     draft_temperature = jnp.zeros_like(temperature) if greedy else temperature
     rules, filters = read_draft_sampling(inputs.sampling, size, greedy)
-    rules, history = _read_history(rules, inputs.history, size, vocabulary)
+    history = History() if inputs.history is None else inputs.history
+    history = check_history(rules, history, size)
+    if vocabulary is not None:
+        rules, history = vocabulary.take(rules, history)
     keys = check_keys(inputs.keys, size)
 
     def draw(i: Any, carry: Any, token_ids: jax.Array, drafted: Any) -> tuple[Any, Any, Any]:
@@ -240,14 +244,6 @@ def _draft_tokens(
     return draft.replace(num_tokens=inputs.num_tokens), carry
 
 
-def _read_history(
-    rules: SamplingParams, history: History | None, size: int, vocabulary: DraftVocabulary | None
-) -> tuple[SamplingParams, History]:
-    """Returns the rules and the checked history, by the draft's own token ids if it has some."""
-    history = check_history(rules, History() if history is None else history, size)
-    return (rules, history) if vocabulary is None else vocabulary.take(rules, history)
-
-
 def _sample(
     arrays: SampleArrays, options: CallOptions, vocabulary: DraftVocabulary | None, coupled: bool
 ) -> Sample:
@@ -265,8 +261,7 @@ def _sample(
 
 def _check_batch(token_ids: Any, inputs: DraftInputs) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns last tokens, positions and temperatures, each [B], or refuses them."""
-    if not isinstance(inputs, DraftInputs):
-        raise ValueError(f"inputs is {type(inputs).__name__}; it needs a specjax.DraftInputs.")
+    check_type("inputs", inputs, DraftInputs, "a specjax.DraftInputs")
     token_ids = jnp.asarray(as_array("token_ids", token_ids))
     if token_ids.ndim != 1:
         raise ValueError(

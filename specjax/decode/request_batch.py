@@ -12,6 +12,7 @@ from specjax.checks import (
     check_count,
     check_keys,
     check_noise_dtype,
+    check_type,
     parse_array,
     parse_ids,
 )
@@ -31,7 +32,6 @@ from specjax.decode.options import (
     LoopOptions,
     StaticOptions,
     StepOptions,
-    check_options_type,
 )
 from specjax.decode.state import RequestBatch, Settings
 from specjax.decode.target_step import vocabulary_size
@@ -223,20 +223,14 @@ def check_step_options(
 
 
 def _check_types(target: Any, drafter: Any, config: Any, options: Any) -> None:
-    if not isinstance(target, Model):
-        raise ValueError(f"target is {type(target).__name__}; it needs a specjax.Model.")
-    if drafter is not None and not isinstance(drafter, Drafter):
-        raise ValueError(
-            f"drafter is {type(drafter).__name__}; it needs specjax.model_drafter(model), "
-            "specjax.ngram_drafter(), a specjax.Drafter of your own, or None."
-        )
+    check_type("target", target, Model, "a specjax.Model")
+    if drafter is not None:
+        needed = "specjax.model_drafter(model), specjax.ngram_drafter(), a specjax.Drafter of your "
+        check_type("drafter", drafter, Drafter, f"{needed}own, or None")
     if drafter is not None and drafter.taps and not drafter.reads_features:
         raise ValueError(
             f"drafter has taps {list(drafter.taps)} and reads_features False; taps are the "
             "features of a drafter that reads them, so it needs reads_features=True."
         )
-    if not isinstance(config, SpeculativeConfig):
-        raise ValueError(
-            f"config is {type(config).__name__}; it needs a specjax.SpeculativeConfig."
-        )
-    check_options_type(options)
+    check_type("config", config, SpeculativeConfig, "a specjax.SpeculativeConfig")
+    check_type("options", options, LoopOptions, "specjax.LoopOptions(...)")

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from specjax.checks import as_array, check_shape, parse_array
+from specjax.checks import as_array, check_shape, check_type, parse_array
 from specjax.devices.vocabulary_split import VocabularySplit, keep_split
 from specjax.processing.grammar import start_states
 from specjax.processing.history import History
@@ -82,8 +82,7 @@ def check_history(
     Returns:
       `History` with None for what no rule reads.
     """
-    if not isinstance(history, History):
-        raise ValueError(f"history is {type(history).__name__}; it needs a specjax.History.")
+    check_type("history", history, History, "a specjax.History")
     counts = _check_counts(rules, history.counts, size, vocab_size)
     state = start_states(rules, size)
     if state is not None and history.grammar_state is not None:
@@ -111,11 +110,8 @@ def _check_counts(rules: SamplingParams, counts: Any, size: int, vocab_size: int
         raise ValueError(
             "a penalty is given without history.counts; specjax.count_tokens makes them once."
         )
-    if not isinstance(counts, TokenCounts):
-        raise ValueError(
-            f"history.counts is {type(counts).__name__}; it needs specjax.TokenCounts, as "
-            "specjax.count_tokens makes them."
-        )
+    needed = "specjax.TokenCounts, as specjax.count_tokens makes them"
+    check_type("history.counts", counts, TokenCounts, needed)
     if not rules.reads_prompt:
         counts = counts._replace(prompt=None)
     elif counts.prompt is None:

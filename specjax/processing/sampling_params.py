@@ -13,7 +13,7 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 
-from specjax.checks import as_array, check_shape, parse_array, parse_optional
+from specjax.checks import as_array, check_shape, check_type, parse_array, parse_optional
 from specjax.core.truncation import Filters
 from specjax.processing.grammar import Grammar
 
@@ -213,11 +213,8 @@ def _parse_bad_words(name: str, words: Any, size: int, num_rows: int | None) -> 
 
 def _parse_grammar(name: str, grammar: Any, size: int, num_rows: int | None) -> Grammar:
     """Returns a `Grammar` of arrays, or refuses it."""
-    if not isinstance(grammar, Grammar):
-        raise ValueError(
-            f"{name} is {type(grammar).__name__}; it needs a specjax.Grammar, such as "
-            "specjax.contrib.grammars.json_schema_grammar makes."
-        )
+    needed = "a specjax.Grammar, such as specjax.contrib.grammars.json_schema_grammar makes"
+    check_type(name, grammar, Grammar, needed)
     names = {field: f"{name}.{field}" for field in Grammar._fields}
     arrays = {field: as_array(names[field], x) for field, x in grammar._asdict().items()}
     shapes = [x.shape for x in arrays.values()]
@@ -241,22 +238,15 @@ def read_sampling(sampling: Any, size: int) -> SamplingParams:
 
     The widths of a bias and of a mask are checked where the vocabulary is known.
     """
-    _check_type(sampling)
+    check_type("sampling", sampling, SamplingParams, "a specjax.SamplingParams or None")
     return parse_sampling(sampling, size, prefix="sampling.")
 
 
 def split_sampling(sampling: Any) -> tuple[SamplingParams, Filters]:
     """Returns what changes logits, and what is applied to them as a cutoff."""
-    _check_type(sampling)
+    check_type("sampling", sampling, SamplingParams, "a specjax.SamplingParams or None")
     filters = Filters(*(getattr(sampling, name) for name in Filters._fields))
     return sampling._replace(top_k=None, top_p=None, min_p=None), filters
-
-
-def _check_type(sampling: Any) -> None:
-    if not isinstance(sampling, SamplingParams):
-        raise ValueError(
-            f"sampling is {type(sampling).__name__}; it needs a specjax.SamplingParams or None."
-        )
 
 
 def read_draft_sampling(sampling: Any, size: int, greedy: bool) -> tuple[SamplingParams, Filters]:

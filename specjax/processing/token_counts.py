@@ -11,7 +11,7 @@ import jax
 import jax.export
 import jax.numpy as jnp
 
-from specjax.checks import as_array, check_count, parse_array
+from specjax.checks import as_array, check_count, check_type, parse_array
 from specjax.devices.map_parts import map_parts
 from specjax.devices.placement import pvary_like, shard_map_batch
 from specjax.devices.rows import logit_rows
@@ -126,11 +126,8 @@ def update_counts(counts: TokenCounts, token_ids: jax.Array, num_tokens: jax.Arr
       >>> counts.generated.tolist()
       [[0, 0, 2, 0]]
     """
-    if not isinstance(counts, TokenCounts):
-        raise ValueError(
-            f"counts is {type(counts).__name__}; it needs specjax.TokenCounts, as "
-            "specjax.count_tokens makes them."
-        )
+    needed = "specjax.TokenCounts, as specjax.count_tokens makes them"
+    check_type("counts", counts, TokenCounts, needed)
     size = counts.generated.shape[0]
     token_ids = as_array("token_ids", token_ids)
     if token_ids.ndim != 2 or token_ids.shape[0] != size:

@@ -13,6 +13,7 @@ from specjax.checks import (
     check_count,
     check_keys,
     check_logits,
+    check_type,
     parse_array,
     parse_optional,
 )
@@ -93,8 +94,7 @@ def tree_rejection_sample(
     """
     check_options(options)
     check_whole_rows(options, "trees are verified on whole rows of logits")
-    if not isinstance(tree, TreeDraft):
-        raise ValueError(f"tree is {type(tree).__name__}; it needs a specjax.TreeDraft.")
+    check_type("tree", tree, TreeDraft, "a specjax.TreeDraft")
     ids = as_array("tree.token_ids", tree.token_ids)
     if ids.ndim != 2:
         raise ValueError(f"tree.token_ids has shape {ids.shape}; it needs [B, N].")
