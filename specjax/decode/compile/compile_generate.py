@@ -202,7 +202,7 @@ def compile_generate(
         raise ValueError("Parameters lie on several devices; see the mesh of models.load.")
     filled = replicate(target.placement, pad_batch_to_mesh(requests, target.placement))
     lowered, compilations = begin_compilation(run_loop, Models(target, drafter), filled, static)
-    lowered = (fold, *lowered)
+    all_lowered = (fold, *lowered)
     programs = [fold.compile(), *(compilation.result() for compilation in compilations)]
     return CompiledGenerate(
         batch_size=batch_size,
@@ -212,7 +212,7 @@ def compile_generate(
         options=options,
         arguments=_describe_arguments(target, drafter, requests.settings),
         programs=programs,
-        serialize=functools.partial(serialize_programs, lowered, programs, is_cache_in_use()),
+        serialize=functools.partial(serialize_programs, all_lowered, programs, is_cache_in_use()),
         functions=_list_functions(target=target, drafter=drafter),
     )
 
