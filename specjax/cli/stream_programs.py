@@ -63,9 +63,7 @@ def _commit_rows(
 _jit_part = functools.partial(jax.jit, static_argnames="options", donate_argnames="state")
 _FUNCTIONS = {
     "begin": jax.jit(begin_prefill, static_argnames="options"),
-    "chunk": jax.jit(
-        read_prompt_chunk, static_argnames=("chunk_size", "implementation"), donate_argnames="state"
-    ),
+    "chunk": _jit_part(read_prompt_chunk),
     "first": _jit_part(_commit_rows),
     "draft": _jit_part(run_draft),
     "rows": _jit_part(compute_rows),
@@ -101,12 +99,8 @@ class StreamPrograms:
         self._is_late = self.compiles_at_calls or jax.config.values["jax_disable_jit"]
         self._models, self._store = _shapes_of(Models(target, drafter)), store
         self._requests, self._chunk_size = requests, options.chunk_size
-        step = {"options": options.step}
-        self._options: dict[str, dict[str, Any]] = dict.fromkeys(_FUNCTIONS, step)
-        self._options["chunk"] = {
-            "chunk_size": options.chunk_size,
-            "implementation": options.step.implementation,
-        }
+        self._options: dict[str, Any] = dict.fromkeys(_FUNCTIONS, options.step)
+        self._options["chunk"] = options
         # The prompt's row, which the first step commits.
         self._first_rows: Any = None
         # From the last commit: the next step begins with drafts from it.
@@ -177,7 +171,7 @@ class StreamPrograms:
     def _call(self, name: str, *operands: Any) -> Any:
         self._begin(name)
         if name not in self._programs:
-            return _FUNCTIONS[name](*operands, **self._options[name])
+            return _FUNCTIONS[name](*operands, options=self._options[name])
         self._wait(name)
         program = self._programs[name].result()
         if program is None:
@@ -220,7 +214,7 @@ class StreamPrograms:
         return program
 
     def _lower(self, name: str) -> jax.stages.Lowered:
-        return _FUNCTIONS[name].lower(*self._operands(name), **self._options[name])
+        return _FUNCTIONS[name].lower(*self._operands(name), options=self._options[name])
 
     def _operands(self, name: str) -> tuple[Any, ...]:
         """Returns shapes of a program's operands, most of them results of the one before."""
@@ -239,7 +233,7 @@ class StreamPrograms:
         return self._models, state if drafter is None else self._results("draft")
 
     def _results(self, name: str) -> Any:
-        return _FUNCTIONS[name].eval_shape(*self._operands(name), **self._options[name])
+        return _FUNCTIONS[name].eval_shape(*self._operands(name), options=self._options[name])
 
 
 def _shapes_of(tree: Any) -> Any:

@@ -64,10 +64,13 @@ class StepOptions:
     Attributes:
       config: a compile key.
       implementation: a resolved one if the caller named one, else None.
+      row_buckets: numbers of drafted tokens, besides 0 and K, for which a step of adaptive K has a
+        copy of the target's layers.
     """
 
     config: SpeculativeConfig
     implementation: Implementation | None
+    row_buckets: tuple[int, ...] = ()
 
     def num_rows(self, drafter: object) -> int:
         """Returns K + 1, the rows of a step; 1 where the drafter is None."""

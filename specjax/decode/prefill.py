@@ -24,7 +24,6 @@ from specjax.decode.request_batch import check_prompt_ids
 from specjax.decode.state import DecodeState, RequestBatch
 from specjax.decode.target_step import TargetRows, apply_model, gather_row, score_hidden
 from specjax.devices.placement import pvary_like, with_auto_axes
-from specjax.implementation import Implementation
 from specjax.processing.apply_sampling import count_prompt
 from specjax.processing.grammar import start_states
 from specjax.types import Draft
@@ -211,12 +210,7 @@ def begin_prefill(models: Models, requests: RequestBatch, *, options: StepOption
 
 
 def read_prompt_chunk(
-    models: Models,
-    state: DecodeState,
-    done: jax.Array,
-    *,
-    implementation: Implementation | None,
-    chunk_size: int,
+    models: Models, state: DecodeState, done: jax.Array, *, options: StaticOptions
 ) -> tuple[DecodeState, TargetRows]:
     """Reads a chunk of each prompt, for a host that calls every chunk itself.
 
@@ -225,19 +219,19 @@ def read_prompt_chunk(
         last one. The drafter reads all tokens but the last.
       state: from `begin_prefill` or this function.
       done: i32[], how many tokens were read before.
-      implementation: as in `run_prefill`.
-      chunk_size: as in `run_prefill`.
+      options: as in `run_prefill`.
 
     Returns:
       The state, and the row of each prompt's last token if the chunk holds it.
     """
-    chunk_size = min(chunk_size, state.token_ids.shape[1])
+    chunk_size = min(options.chunk_size, state.token_ids.shape[1])
     padded = jnp.pad(state.token_ids, ((0, 0), (0, -state.token_ids.shape[1] % chunk_size)))
     operands = (models, state, padded, done, chunk_size)
     cache, drafter_state, outputs = _read_chunk(*operands, reads_last=True)
     index = jnp.clip(state.lengths - 1 - done, 0, chunk_size - 1)
     hidden, features = jax.tree.map(lambda rows: gather_row(rows, index)[:, None], outputs)
     state = state._replace(target_cache=cache, drafter_state=drafter_state)
+    implementation = options.step.implementation
     return state, score_hidden(models.target, state, implementation, hidden, features)
 
 

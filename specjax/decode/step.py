@@ -43,9 +43,9 @@ from specjax.samplers.rejection_sample import verify_draft
 __all__ = ["commit_emitted", "compute_rows", "extend_drafter", "run_step", "verify_pending"]
 
 
-@functools.partial(jax.jit, static_argnames=("options", "row_buckets"))
+@functools.partial(jax.jit, static_argnames="options")
 def run_step(
-    models: Models, state: DecodeState, *, options: StepOptions, row_buckets: tuple[int, ...] = ()
+    models: Models, state: DecodeState, *, options: StepOptions
 ) -> tuple[DecodeState, StepInfo]:
     """Computes rows, verifies, commits, extends and drafts; returns the next state and the info.
 
@@ -53,11 +53,9 @@ def run_step(
       models: the target, and a drafter or None.
       state: as in `step`.
       options: of the step.
-      row_buckets: numbers of drafted tokens, besides 0 and K, for which a step of adaptive K has a
-        copy of the target's layers.
     """
     drafter = models.drafter
-    before, rows = compute_rows(models, state, options, row_buckets)
+    before, rows = compute_rows(models, state, options)
     info = verify_pending(before, rows, options)
     state = commit_emitted(before, rows, info)
     state = extend_drafter(drafter, before, state, rows)
@@ -66,7 +64,7 @@ def run_step(
 
 
 def compute_rows(
-    models: Models, state: DecodeState, options: StepOptions, row_buckets: tuple[int, ...] = ()
+    models: Models, state: DecodeState, options: StepOptions
 ) -> tuple[DecodeState, TargetRows]:
     """Returns the state with the target's cache, and the rows of the last token and the draft.
 
@@ -76,7 +74,6 @@ def compute_rows(
       models: as in `run_step`.
       state: as in `run_step`.
       options: of the step.
-      row_buckets: as in `run_step`.
     """
     target, drafter = models
 
@@ -85,7 +82,7 @@ def compute_rows(
         *hidden, cache = apply_model(target, input_ids, positions, cache, models.taps)
         return cache, score_hidden(target, state, options.implementation, *hidden)
 
-    cache, rows = run_smallest_k(state, score, state.target_cache, row_buckets)
+    cache, rows = run_smallest_k(state, score, state.target_cache, options.row_buckets)
     state = state._replace(target_cache=cache)
     return discard_incompatible_draft(drafter, state, rows.hidden[:, 0], options), rows
 

@@ -115,16 +115,19 @@ class Engine:
         is_default = options.prefill_chunk_size is None
         chunk_size = default_chunk_size() if is_default else static.chunk_size
         defaults = drop_batch_axis(sampling)
+        num_rows = static.step.num_rows(drafter)
+        # For adaptive K: besides programs of 0 and K drafts one of half as many.
+        step_options = dataclasses.replace(static.step, row_buckets=(num_rows // 2,))
         programs = make_programs(
             Models(target, drafter),
             _settings_of_slots(requests.settings, defaults, k_by_rate),
             max_length=max_length,
             chunk_size=min(chunk_size, max_length),
-            options=static.step,
+            options=step_options,
         )
         self.num_slots, self.max_length = num_slots, max_length
         self.slot_bytes, vocab_size = programs.slot_bytes, programs.vocab_size
-        shape = num_slots, static.step.num_rows(drafter), vocab_size
+        shape = num_slots, num_rows, vocab_size
         all_allowed = all_allowed_masks(takes_matchers, defaults, shape)
         takes_matchers = all_allowed is not None
         self._limits = EngineLimits(max_length, vocab_size, defaults, tokenizer, takes_matchers)

@@ -18,7 +18,7 @@ from specjax.decode.capacity import format_bytes
 from specjax.decode.drafters import Models, reads_chunks
 from specjax.decode.options import PREFILL_CHUNK_SIZE, StepOptions
 from specjax.decode.state import DecodeState, Settings
-from specjax.decode.target_step import count_rows, vocabulary_size
+from specjax.decode.target_step import vocabulary_size
 from specjax.engine import slots
 from specjax.engine.slots import PromptRow, RequestSettings, StepOutput
 from specjax.types import Model
@@ -144,8 +144,6 @@ def make_programs(
     drafts = shapes.drafter_state
     is_whole = bool(jax.tree.leaves(drafts)) and not reads_chunks(drafts)
     lengths = (max_length,) if is_whole else row_lengths(max_length, chunk_size)
-    # For adaptive K: besides programs of 0 and K drafts one of half as many, a copy of the layers.
-    row_buckets = (count_rows(shapes) // 2,)
     num_slots, leaf_axes = shapes.lengths.size, tuple(jax.tree.leaves(axes_of_row))
     new_row = functools.partial(slots.new_row, models)
     prefill_chunk = functools.partial(slots.prefill_chunk, models)
@@ -163,7 +161,7 @@ def make_programs(
         prefill_batch=prefill_chunk,
         take_row=functools.partial(slots.take, axes=leaf_axes),
         admit=functools.partial(slots.admit, models, axes=axes, options=options),
-        step=functools.partial(slots.step_slots, models, row_buckets=row_buckets, options=options),
+        step=functools.partial(slots.step_slots, models, options=options),
         release=slots.release,
         park=functools.partial(slots.take, axes=axes),
         resume=functools.partial(slots.put, axes=axes),

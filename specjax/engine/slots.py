@@ -210,14 +210,9 @@ def admit(
     return put(slots, one._replace(**row._asdict()), slot, axes=axes)
 
 
-@functools.partial(jax.jit, static_argnames=("options", "row_buckets"), donate_argnames="slots")
+@functools.partial(jax.jit, static_argnames="options", donate_argnames="slots")
 def step_slots(
-    models: Models,
-    slots: DecodeState,
-    allowed: jax.Array | None,
-    *,
-    options: StepOptions,
-    row_buckets: tuple[int, ...],
+    models: Models, slots: DecodeState, allowed: jax.Array | None, *, options: StepOptions
 ) -> tuple[DecodeState, StepOutput]:
     """Returns the slots after one step of every request, and the tokens that it committed.
 
@@ -226,7 +221,6 @@ def step_slots(
       slots: before.
       allowed: u32[B, K + 1, ceil(V / 32)], a host's masks of the rows of this step; or None.
       options: as in `run_step`.
-      row_buckets: as in `run_step`.
     """
     before, sampling = slots.lengths, slots.settings.sampling
     masked = sampling
@@ -236,7 +230,6 @@ def step_slots(
         models,
         _with_sampling(slots, masked),
         options=options,
-        row_buckets=row_buckets,
     )
     slots = _with_sampling(slots, sampling)
     index = before[:, None] + jnp.arange(count_rows(slots), dtype=jnp.int32)[None]

@@ -55,10 +55,9 @@ def test_chunks_give_the_row_that_the_last_token_would_give(taps):
     requests, static = checked(MODEL, drafter, prompts, **options)
     models = Models(MODEL, drafter)
     before = run_prefill(models, requests, options=static)
-    size = {"chunk_size": static.chunk_size, "implementation": None}
     state = begin_prefill(models, requests, options=static.step)
     for done in (0, 2, 4):
-        state, rows = read_prompt_chunk(models, state, jnp.int32(done), **size)
+        state, rows = read_prompt_chunk(models, state, jnp.int32(done), options=static)
     first_row = before._replace(draft=before.draft.replace(token_ids=before.draft.token_ids[:, :0]))
     *hidden, cache = apply_model(MODEL, *step_inputs(first_row), before.target_cache, taps)
     expected = score_hidden(MODEL, first_row, None, *hidden)
