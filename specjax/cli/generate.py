@@ -133,7 +133,7 @@ def _chunk_size(job: GenerateJob) -> int:
 
 def begin_programs(job: GenerateJob) -> StreamPrograms:
     """Returns the programs that stream a job's text; reads only the shapes of its weights."""
-    given = RequestArguments(
+    arguments = RequestArguments(
         [job.prompt_ids],
         job.key[None],
         job.max_new_tokens,
@@ -142,7 +142,7 @@ def begin_programs(job: GenerateJob) -> StreamPrograms:
         job.sampling,
     )
     options = LoopOptions(prefill_chunk_size=_chunk_size(job), num_logprobs=job.num_logprobs)
-    requests, static = check_arguments(job.target, job.drafter, given, job.config, options)
+    requests, static = check_arguments(job.target, job.drafter, arguments, job.config, options)
     store = None
     if job.folder is not None:
         types = jax.tree.map(_describe, (requests, static))

@@ -11,9 +11,10 @@
 | `target_step` | the target's rows: one forward pass over the last token and the drafted ones |
 | `draft_step` | the next draft, and how many tokens it may have |
 | `adaptive_k` | K = "auto": how many tokens are worth drafting, and which work a step then omits |
-| `drafters`, `propose` | `Drafter` and three of them; K tokens sampled from a draft model |
+| `drafters`, `propose` | `Drafter`, three of them, `Models`; K tokens sampled from a draft model |
 | `commit` | emitted tokens in buffers; codes of origins and ends |
-| `state` | `DecodeState`, `Settings`, `StepOptions`, `StepInfo` |
+| `request_batch`, `options` | checked arguments: arrays, and what is compiled in |
+| `state` | `DecodeState`, `Settings`, `StepInfo` |
 | `metrics`, `logprobs` | counts of steps; listed log-probabilities |
 | `capacity` | sizes and padding of buffers |
 

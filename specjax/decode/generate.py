@@ -12,7 +12,7 @@ from specjax.decode.drafters import Drafter, Models
 from specjax.decode.logprobs import TopLogprobs
 from specjax.decode.metrics import Metrics
 from specjax.decode.options import LoopOptions, StepOptions
-from specjax.decode.prefill import start
+from specjax.decode.prefill import run_requests
 from specjax.decode.request_batch import RequestArguments, check_arguments
 from specjax.decode.state import DecodeState
 from specjax.decode.step import run_step
@@ -109,9 +109,11 @@ def generate(
     References:
       Leviathan et al., 2023, arXiv:2211.17192; Chen et al., 2023, arXiv:2302.01318.
     """
-    given = RequestArguments(prompts, keys, max_new_tokens, temperature, eos_token_ids, sampling)
-    requests, static = check_arguments(target, drafter, given, config, options)
-    generation = start(run_loop, Models(target, drafter), requests, static)
+    arguments = RequestArguments(
+        prompts, keys, max_new_tokens, temperature, eos_token_ids, sampling
+    )
+    requests, static = check_arguments(target, drafter, arguments, config, options)
+    generation = run_requests(run_loop, Models(target, drafter), requests, static)
     return take_first_requests(generation, requests.lengths.shape[0])
 
 

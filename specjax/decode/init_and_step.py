@@ -8,7 +8,7 @@ import jax
 from specjax.config import SpeculativeConfig
 from specjax.decode.drafters import Drafter, Models
 from specjax.decode.options import LoopOptions
-from specjax.decode.prefill import start
+from specjax.decode.prefill import run_requests
 from specjax.decode.request_batch import RequestArguments, check_arguments, check_step_options
 from specjax.decode.state import DecodeState, StepInfo
 from specjax.decode.step import run_step
@@ -67,14 +67,16 @@ def init(
       ([[0, 1, -1, -1]], [2])
     """
     sampling, first_mask = split_first_mask(sampling)
-    given = RequestArguments(prompts, keys, max_new_tokens, temperature, eos_token_ids, sampling)
-    requests, static = check_arguments(target, drafter, given, config, options)
+    arguments = RequestArguments(
+        prompts, keys, max_new_tokens, temperature, eos_token_ids, sampling
+    )
+    requests, static = check_arguments(target, drafter, arguments, config, options)
     if first_mask is not None:
         settings, size = requests.settings, requests.lengths.shape[0]
         num_rows = static.step.num_rows(drafter)
         masked = with_first_mask(settings.sampling, first_mask, size, num_rows)
         requests = requests._replace(settings=settings._replace(sampling=masked))
-    state, _ = start(run_step, Models(target, drafter), requests, static)
+    state, _ = run_requests(run_step, Models(target, drafter), requests, static)
     return state
 
 

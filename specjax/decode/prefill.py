@@ -34,13 +34,13 @@ __all__ = [
     "read_chunk",
     "read_prompt_chunk",
     "run_prefill",
-    "start",
+    "run_requests",
 ]
 
 _NOT_TRACED = get_opaque_trace_state(convention="flax")
 
 
-def start(run: Any, models: Models, requests: RequestBatch, options: StaticOptions) -> Any:
+def run_requests(run: Any, models: Models, requests: RequestBatch, options: StaticOptions) -> Any:
     """Returns the result of `run` after the prompts are checked and read.
 
     Args:
@@ -65,7 +65,7 @@ def _prefill_and_run(
     trace, both are part of the caller's program.
 
     Args:
-      run: as in `start`.
+      run: as in `run_requests`.
       models: as in `init`.
       requests: as in `run_prefill`.
       options: as in `run_prefill`.

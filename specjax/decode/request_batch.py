@@ -62,7 +62,7 @@ class RequestArguments(NamedTuple):
 def check_arguments(
     target: Model,
     drafter: Drafter | None,
-    given: RequestArguments,
+    arguments: RequestArguments,
     config: SpeculativeConfig | None = None,
     options: LoopOptions = LoopOptions(),
 ) -> tuple[RequestBatch, StaticOptions]:
@@ -70,25 +70,25 @@ def check_arguments(
     config = SpeculativeConfig() if config is None else config
     _check_types(target, drafter, config, options)
     logprobs = check_logprobs_config(options.num_logprobs, options.logprobs_mode)
-    sampling = given.sampling
+    sampling = arguments.sampling
     if isinstance(sampling, SamplingParams) and all(field is None for field in sampling):
         sampling = None
     step_options = check_step_options(config, options.implementation)
-    prompt, lengths = (as_host_array(x) for x in parse_prompts(given.prompts))
+    prompt, lengths = (as_host_array(x) for x in parse_prompts(arguments.prompts))
     size, width = prompt.shape
-    max_new_tokens = parse_budget(given.max_new_tokens, size)
+    max_new_tokens = parse_budget(arguments.max_new_tokens, size)
     room = (options.max_length, width, lengths, max_new_tokens, target.max_length)
     max_length = choose_max_length(*room)
-    temperature = parse_array("temperature", given.temperature, jnp.float32, (), (size,))
+    temperature = parse_array("temperature", arguments.temperature, jnp.float32, (), (size,))
     temperature = as_host_array(temperature)
     if isinstance(temperature, np.ndarray):
         temperature = np.broadcast_to(temperature, (size,))
     settings = Settings(
-        keys=check_keys(given.keys, size),
+        keys=check_keys(arguments.keys, size),
         temperature=temperature,
         prompt_lengths=lengths,
         max_lengths=(lengths + max_new_tokens).astype(jnp.int32),
-        eos_token_ids=pad_eos(as_host_array(parse_ids("eos_token_ids", given.eos_token_ids))),
+        eos_token_ids=pad_eos(as_host_array(parse_ids("eos_token_ids", arguments.eos_token_ids))),
         conditional_rates=None if drafter is None else config.conditional_rates(),
         sampling=None if sampling is None else read_sampling(sampling, size),
         logprobs=logprobs,

@@ -110,8 +110,8 @@ class Engine:
         keys = jax.random.split(jax.random.key(0, impl="threefry2x32"), num_slots)
         drafter, config, k_by_rate = resolve_speculation(drafter, config, num_slots, k_by_load)
         prompts = (np.zeros((num_slots, 1), np.int32), np.ones(num_slots, np.int32))
-        given = RequestArguments(prompts, keys, max_new_tokens=1)
-        requests, static = check_arguments(target, drafter, given, config, options)
+        arguments = RequestArguments(prompts, keys, max_new_tokens=1)
+        requests, static = check_arguments(target, drafter, arguments, config, options)
         is_default = options.prefill_chunk_size is None
         chunk_size = default_chunk_size() if is_default else static.chunk_size
         defaults = drop_batch_axis(sampling)
@@ -184,10 +184,10 @@ class Engine:
           >>> engine.submit([7], key=jax.random.key(0)).error
           "the prompt has token 7; the target's vocabulary has 2 tokens."
         """
-        given = Submission(
+        submission = Submission(
             prompt, key, max_new_tokens, temperature, eos_token_ids, sampling, stop, matcher
         )
-        return self._enqueue(given, [-1])[0]
+        return self._enqueue(submission, [-1])[0]
 
     def submit_samples(
         self,
@@ -235,12 +235,14 @@ class Engine:
         if matcher is not None:
             raise ValueError("matcher is given, and reads one text; submit each sample by itself.")
         num_samples = check_count("num_samples", num_samples, 1, "the requests of one prompt")
-        given = Submission(prompt, key, max_new_tokens, temperature, eos_token_ids, sampling, stop)
-        return self._enqueue(given, range(num_samples))
+        submission = Submission(
+            prompt, key, max_new_tokens, temperature, eos_token_ids, sampling, stop
+        )
+        return self._enqueue(submission, range(num_samples))
 
-    def _enqueue(self, given: Submission, samples: Sequence[int]) -> list[Request]:
+    def _enqueue(self, submission: Submission, samples: Sequence[int]) -> list[Request]:
         """Returns a request for each sample index, and queues the requests that go on."""
-        checked, queue = check_request(given, self._limits), self._scheduler.queue
+        checked, queue = check_request(submission, self._limits), self._scheduler.queue
         queue.check_room(len(samples))
         requests = [make_request(checked, self._limits, self._scheduler) for _ in samples]
         pairs = zip(requests, samples, strict=True)

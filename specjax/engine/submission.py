@@ -78,31 +78,31 @@ class CheckedRequest(NamedTuple):
     matched: MatchedText | None
 
 
-def check_request(given: Submission, limits: EngineLimits) -> CheckedRequest:
+def check_request(submission: Submission, limits: EngineLimits) -> CheckedRequest:
     """Returns a submission as data of fixed shapes and dtypes.
 
     Raises:
       ValueError: for an argument that `Engine.submit` does not take.
     """
-    max_new_tokens = given.max_new_tokens
+    max_new_tokens = submission.max_new_tokens
     if max_new_tokens is not None:
         why = "the tokens that a request may get, or None"
         max_new_tokens = check_count("max_new_tokens", max_new_tokens, 1, why)
-    ids, error = _check_prompt(given.prompt, max_new_tokens, limits)
+    ids, error = _check_prompt(submission.prompt, max_new_tokens, limits)
     max_length = limits.max_length
     if max_new_tokens is not None:
         max_length = min(max_length, ids.size + max_new_tokens)
     settings = RequestSettings(
         sample=np.int32(-1),
-        keys=_check_key(given.key),
-        temperature=_check_temperature(given.temperature),
+        keys=_check_key(submission.key),
+        temperature=_check_temperature(submission.temperature),
         prompt_lengths=np.int32(ids.size),
         max_lengths=np.int32(max_length),
-        eos_token_ids=_check_stop_ids(given.eos_token_ids),
-        sampling=_check_sampling(given.sampling, limits.sampling),
+        eos_token_ids=_check_stop_ids(submission.eos_token_ids),
+        sampling=_check_sampling(submission.sampling, limits.sampling),
     )
-    matched = None if given.matcher is None else _check_matcher(given.matcher, limits)
-    strings = check_stop(given.stop)
+    matched = None if submission.matcher is None else _check_matcher(submission.matcher, limits)
+    strings = check_stop(submission.stop)
     if strings and limits.tokenizer is None:
         raise ValueError(
             "stop is given, and the engine has no tokenizer to make text with; give one to Engine, "

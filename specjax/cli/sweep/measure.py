@@ -155,8 +155,8 @@ def start_batch(
     ]
     num_tokens = buffer_tokens(workload.max_speculative_tokens, workload.num_steps)
     key, temperature = jax.random.fold_in(workload.key, number), np.float32(workload.temperature)
-    given = RequestArguments(rows, key, num_tokens, temperature)
-    requests, options = check_arguments(workload.target, drafter, given, config)
+    arguments = RequestArguments(rows, key, num_tokens, temperature)
+    requests, options = check_arguments(workload.target, drafter, arguments, config)
     return run_prefill(Models(workload.target, drafter), requests, options=options)
 
 

@@ -105,10 +105,10 @@ class CompiledGenerate:
             another batch size, other rules, parameters or functions than compiled for.
         """
         prompts = _parse_prompts(prompts, self.batch_size)
-        given = RequestArguments(
+        arguments = RequestArguments(
             prompts, keys, max_new_tokens, temperature, eos_token_ids, sampling
         )
-        requests, _ = check_arguments(target, drafter, given, self.config, self.options)
+        requests, _ = check_arguments(target, drafter, arguments, self.config, self.options)
         check_prompt_ids(target, requests, 0, self.vocab_size)
         fold, prefill, run = self.programs
         requests = _in_one_form(requests, self.num_eos_token_ids)
@@ -194,8 +194,8 @@ def compile_generate(
     key = jax.random.key(0, impl="threefry2x32")
     fold = _fold_in_rows.lower(key, size=batch_size)
     prompts = (np.zeros((batch_size, 1), np.int32), np.ones((batch_size,), np.int32))
-    given = RequestArguments(prompts, _fold_in_rows(key, size=batch_size), 1, sampling=sampling)
-    requests, static = check_arguments(target, drafter, given, config, options)
+    arguments = RequestArguments(prompts, _fold_in_rows(key, size=batch_size), 1, sampling=sampling)
+    requests, static = check_arguments(target, drafter, arguments, config, options)
     requests = _in_one_form(requests, num_eos_token_ids)
     shardings = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves((target, drafter))]
     if target.placement is None and any(x and len(x.device_set) > 1 for x in shardings):
