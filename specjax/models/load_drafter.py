@@ -11,10 +11,17 @@ from specjax.config import SpeculativeConfig
 from specjax.decode.drafters import Drafter, model_drafter
 from specjax.implementation import Implementation
 from specjax.models.decoder.config import TransformerConfig
-from specjax.models.heads.dflash_folder import load_dflash, open_dflash
+from specjax.models.heads.dflash_folder import DFLASH
 from specjax.models.heads.drafters import dflash_drafter, eagle3_drafter
-from specjax.models.heads.eagle3_folder import load_eagle3, open_eagle3
-from specjax.models.heads.head_folder import DraftKind, draft_kind, refuse_eagle1
+from specjax.models.heads.eagle3_folder import EAGLE3
+from specjax.models.heads.head_folder import (
+    DraftKind,
+    HeadFormat,
+    draft_kind,
+    load_head,
+    open_head,
+    refuse_eagle1,
+)
 from specjax.models.heads.head_target import check_target
 from specjax.models.hf.checkpoint import load
 from specjax.models.hf.folder import read_json_object
@@ -24,17 +31,9 @@ from specjax.types import Model
 __all__ = ["DraftInfo", "load_drafter", "read_draft"]
 
 
-class _Head(NamedTuple):
-    """The functions of one kind of head."""
-
-    open: Callable[..., Any]
-    load: Callable[..., Any]
-    drafter: Callable[..., Drafter]
-
-
-_HEADS = {
-    "eagle3": _Head(open_eagle3, load_eagle3, eagle3_drafter),
-    "dflash": _Head(open_dflash, load_dflash, dflash_drafter),
+_HEADS: dict[str, tuple[HeadFormat[Any], Callable[..., Drafter]]] = {
+    "eagle3": (EAGLE3, eagle3_drafter),
+    "dflash": (DFLASH, dflash_drafter),
 }
 
 
@@ -100,7 +99,7 @@ def _read_config(folder: str | os.PathLike[str], target: TransformerConfig) -> D
         refuse_eagle1(folder)
         return DraftInfo(kind, load_config(folder))
     layers = target.num_hidden_layers
-    config, head, _ = _HEADS[kind].open(folder, num_target_layers=layers)
+    config, head, _ = open_head(_HEADS[kind][0], folder, num_target_layers=layers)
     check_target(
         config,
         hidden_size=target.hidden_size,
@@ -147,5 +146,6 @@ def load_drafter(
         return model_drafter(load(folder, dtype, implementation=implementation, **options)[0])
     dtype = target.params["embedding"].dtype if dtype is None else dtype
     layers = len(target.params["layers"])
-    params, config = _HEADS[kind].load(folder, dtype, num_target_layers=layers)
-    return _HEADS[kind].drafter(target, config, params, implementation=implementation)
+    form, drafter = _HEADS[kind]
+    params, config = load_head(form, folder, dtype, layers)
+    return drafter(target, config, params, implementation=implementation)

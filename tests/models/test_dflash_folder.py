@@ -16,8 +16,8 @@ from specjax.models import (
     read_draft,
     save_dflash,
 )
-from specjax.models.heads.dflash_folder import open_dflash
-from specjax.models.heads.head_folder import draft_kind
+from specjax.models.heads.dflash_folder import DFLASH
+from specjax.models.heads.head_folder import draft_kind, open_head
 
 pytestmark = pytest.mark.once
 
@@ -142,7 +142,7 @@ def test_a_field_that_changes_what_is_drafted_is_refused_by_name(tmp_path, name,
         ),
         (
             {"target_hidden_size": 36},
-            "target_hidden_size 36; a DFlash head needs it to be 24",
+            "target_hidden_size 36 and hidden_size 24; a DFlash head needs its target's size",
         ),
         (
             {"projector_type": "domino"},
@@ -166,7 +166,7 @@ def test_more_tokens_than_a_block_has_contradict_the_folder(tmp_path):
     fields["speculators_config"] = {"proposal_methods": [{"speculative_tokens": 5}]}
     heads.write_head(tmp_path, fields, heads.random_tensors(heads.FIELDS, ()))
     with pytest.raises(ValueError, match="num_speculative_tokens is 5; a block of 5 drafts at mos"):
-        open_dflash(tmp_path, num_target_layers=heads.TARGET_LAYERS)
+        open_head(DFLASH, tmp_path, num_target_layers=heads.TARGET_LAYERS)
 
 
 def test_weights_in_a_pickle_are_refused_with_what_converts_them(tmp_path):

@@ -11,7 +11,8 @@ import pytest
 from specjax.models import build
 from specjax.models.decoder.config import TransformerConfig
 from specjax.models.heads.drafters import eagle3_drafter
-from specjax.models.heads.eagle3_folder import load_eagle3, open_eagle3, save_eagle3
+from specjax.models.heads.eagle3_folder import EAGLE3, load_eagle3, save_eagle3
+from specjax.models.heads.head_folder import open_head
 from specjax.models.load_drafter import load_drafter
 
 pytestmark = pytest.mark.once
@@ -73,10 +74,10 @@ def test_a_saved_head_is_read_back(tmp_path, name):
     again, found = read(tmp_path / "saved")
     jax.tree.map(np.testing.assert_array_equal, again, params)
     assert found == config
-    _, head, _ = open_eagle3(tmp_path / "saved", num_target_layers=heads.TARGET_LAYERS)
+    _, head, _ = open_head(EAGLE3, tmp_path / "saved", num_target_layers=heads.TARGET_LAYERS)
     assert head.verifier == "meta/Llama"
     save_eagle3(tmp_path / "short", params, config)
-    assert open_eagle3(tmp_path / "short", num_target_layers=4)[0].layer.dtype == "bfloat16"
+    assert open_head(EAGLE3, tmp_path / "short", num_target_layers=4)[0].layer.dtype == "bfloat16"
     with pytest.raises(ValueError, match="the format of speculators has neither"):
         save_eagle3(tmp_path, params, dataclasses.replace(config, logit_scale=2.0))
 
@@ -85,7 +86,7 @@ def test_without_taps_in_config_json_they_follow_from_the_target(tmp_path):
     fields, owned = heads.variant("llama")
     del fields["eagle_config"]
     folder = heads.write_head(tmp_path, fields, heads.random_tensors(fields, owned))
-    config, head, _ = open_eagle3(folder, num_target_layers=36)
+    config, head, _ = open_head(EAGLE3, folder, num_target_layers=36)
     assert (config.taps, head.taps) == ((2, 18, 33), None)
     assert read(folder, num_target_layers=8)[1].taps == (2, 4, 5)
 
@@ -98,7 +99,7 @@ def test_without_taps_in_config_json_they_follow_from_the_target(tmp_path):
         ({"target_hidden_size": 36}, "of another size than the target needs embeddings"),
         ({"norm_output": 1}, "has norm_output 1; it needs to be true or false"),
         ({"num_target_layers": 32}, "num_target_layers 32 and the target has 4 layers; use a head"),
-        ({"model_type": "gemma2"}, "has model_type 'gemma2'; the layer of an EAGLE-3 head is that"),
+        ({"model_type": "gemma2"}, "has model_type 'gemma2'; the layers of an EAGLE-3 head are"),
         ({"logit_scale": 0}, "has logit_scale 0; it needs to be a positive number"),
         ({"attention_bias": True}, r"has no tensor layers\.0\.self_attn\.q_proj\.bias"),
         ({"draft_vocab_size": 40}, "lm_head.weight with shape|has no tensor d2t"),

@@ -8,10 +8,10 @@ from hub_heads import PUBLISHED
 from safetensors.numpy import save_file
 
 from specjax.models import TransformerConfig, load_drafter, read_draft
-from specjax.models.heads.dflash_folder import open_dflash
-from specjax.models.heads.eagle3_folder import open_eagle3
+from specjax.models.heads.dflash_folder import DFLASH
+from specjax.models.heads.eagle3_folder import EAGLE3
 from specjax.models.heads.head_fields import default_taps, read_head_fields
-from specjax.models.heads.head_folder import HeadTensors, draft_kind
+from specjax.models.heads.head_folder import HeadTensors, draft_kind, open_head
 
 pytestmark = pytest.mark.once
 
@@ -79,8 +79,8 @@ def test_a_published_configuration_is_read(tmp_path, name):
     # The tensors' shapes are compared when they are loaded.
     write_tensors(write_config(tmp_path, fields), **{"lm_head.weight": np.zeros(1, np.float32)})
     assert draft_kind(tmp_path) == kind
-    read = open_eagle3 if kind == "eagle3" else open_dflash
-    assert read(tmp_path, num_target_layers=layers)[0].layer.hidden_size == 4096
+    form = EAGLE3 if kind == "eagle3" else DFLASH
+    assert open_head(form, tmp_path, num_target_layers=layers)[0].layer.hidden_size == 4096
 
 
 @pytest.mark.parametrize("is_named", [False, True])

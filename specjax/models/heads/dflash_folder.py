@@ -2,30 +2,25 @@
 
 import dataclasses
 import os
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from typing import Any
 
 from jax.typing import DTypeLike
 
-from specjax.file_io import quote
+from specjax.file_io import JsonObject
 from specjax.models.heads.dflash import DFlashConfig
-from specjax.models.heads.head_fields import ANY, HeadFields, Known, any_of, refuse_unknown
-from specjax.models.heads.head_folder import (
-    HeadTensors,
-    decoder_entries,
-    load_params,
-    open_head,
-    write_head,
-)
-from specjax.models.hf.weight_map import WeightEntry
+from specjax.models.heads.head_fields import ANY, FLAG, SIZE, HeadFields, Known, any_of
+from specjax.models.heads.head_folder import HeadFormat, head_entries, load_head, save_head
+from specjax.models.hf.config_fields import Field
+from specjax.models.hf.weight_map import WeightEntry, vector_entry
 
-__all__ = ["load_dflash", "open_dflash", "save_dflash"]
+__all__ = ["DFLASH", "load_dflash", "save_dflash"]
 
-_TITLE = "a DFlash head"
-_LAYER_KINDS = ("qwen3", "llama")
+_INTEGER = Field(lambda v: type(v) is int, "an integer")
 # At the top level or in `dflash_config`.
 _DFLASH_CONFIG: Known = {
     **any_of("block_size mask_token_id sample_from_anchor num_target_layers target_layer_ids"),
+    **any_of("target_hidden_size"),
     # Options of DSpark's additions; `markov_rank` and `enable_confidence_head` are refused below.
     **any_of("confidence_head_alpha confidence_head_with_markov markov_head_type"),
     **dict.fromkeys(("causal", "causal_head", "is_causal"), (False,)),
@@ -35,66 +30,9 @@ _DFLASH_CONFIG: Known = {
 }
 _FIELDS: Known = {
     **_DFLASH_CONFIG,
-    **any_of("aux_hidden_state_layer_ids dflash_config draft_vocab_size target_hidden_size"),
+    **any_of("aux_hidden_state_layer_ids dflash_config draft_vocab_size"),
     "sliding_window_non_causal": ANY,  # Layers with a window are refused.
 }
-
-
-def open_dflash(
-    folder: str | os.PathLike[str], *, num_target_layers: int
-) -> tuple[DFlashConfig, HeadFields, HeadTensors]:
-    """Reads config.json, and the names and shapes of the tensors.
-
-    Args:
-      folder: of the head.
-      num_target_layers: of the target. A folder that names another number is refused.
-
-    Returns:
-      The configuration with the file's dtype, the other fields of the file, and the tensors, which
-      are not read yet.
-
-    Raises:
-      ValueError: if the folder is not that of a DFlash head, or asks for something unsupported.
-    """
-    # A target's layers are causal.
-    head = open_head(folder, "dflash", _TITLE, nested="dflash_config", not_of_layer=("is_causal",))
-    source, layer = head.source, head.layer
-    inner = {"target_hidden_size": (layer.hidden_size,), **_DFLASH_CONFIG}
-    refuse_unknown(head.fields, source, _TITLE, _FIELDS, {"dflash_config": inner})
-    if head.layer_kind not in _LAYER_KINDS:
-        raise ValueError(
-            f"{source} has model_type {head.layer_kind!r}; the layers of a DFlash head are those "
-            "of 'qwen3'."
-        )
-    head.check_num_target_layers(num_target_layers)
-    if head.taps is None:
-        raise ValueError(
-            f"{source} names no target_layer_ids and no aux_hidden_state_layer_ids; add those that "
-            "the head was trained with."
-        )
-    if head.target_hidden_size != layer.hidden_size:
-        raise ValueError(
-            f"{source} has target_hidden_size {head.target_hidden_size} and hidden_size "
-            f"{layer.hidden_size}; a DFlash head needs its target's size."
-        )
-    tensors = HeadTensors(folder)
-    sizes = {name: _integer(head, name) for name in ("block_size", "mask_token_id")}
-    samples_from_anchor = _samples_from_anchor(head)
-    try:
-        config = DFlashConfig(
-            # A DFlash head's layers are Qwen 3's, even if config.json names `llama`.
-            dataclasses.replace(layer, qk_norm=True),
-            head.draft_vocab_size,
-            head.taps,
-            **sizes,
-            sample_from_anchor=samples_from_anchor,
-            num_speculative_tokens=head.num_speculative_tokens,
-            has_embedding=tensors.has_embedding,
-            has_lm_head=tensors.has_lm_head,
-        )
-    except ValueError as error:
-        raise ValueError(f"{source} contradicts itself: {error}") from None
-    return config, head, tensors
 
 
 def load_dflash(
@@ -119,8 +57,7 @@ def load_dflash(
       ValueError: if a file or a tensor is missing, unreadable or unsupported; the sentence names
         it.
     """
-    config, _, tensors = open_dflash(folder, num_target_layers=num_target_layers)
-    return load_params(config, tensors, _entries(config), dtype)
+    return load_head(DFLASH, folder, dtype, num_target_layers)
 
 
 def save_dflash(
@@ -154,47 +91,72 @@ def save_dflash(
       >>> load_dflash(folder, "float32", num_target_layers=4)[1].taps
       (1, 2)
     """
-    fields = {
+    save_head(DFLASH, folder, params, config, dtype, verifier)
+
+
+def _read_config(head: HeadFields, num_target_layers: int, **tables: bool) -> DFlashConfig:
+    """Returns the configuration of a head from the fields of its config.json."""
+    source, layer = head.source, head.layer
+    if head.taps is None:
+        raise ValueError(
+            f"{source} names no target_layer_ids and no aux_hidden_state_layer_ids; add those that "
+            "the head was trained with."
+        )
+    size = head.read("target_hidden_size", SIZE)
+    if size not in (None, layer.hidden_size):
+        raise ValueError(
+            f"{source} has target_hidden_size {size} and hidden_size {layer.hidden_size}; a DFlash "
+            "head needs its target's size."
+        )
+    return DFlashConfig(
+        # A DFlash head's layers are Qwen 3's, even if config.json names `llama`.
+        dataclasses.replace(layer, qk_norm=True),
+        head.draft_vocab_size,
+        head.taps,
+        head.read("block_size", _INTEGER),
+        head.read("mask_token_id", _INTEGER),
+        _samples_from_anchor(head),
+        head.num_speculative_tokens,
+        **tables,
+    )
+
+
+def _samples_from_anchor(head: HeadFields) -> bool:
+    """Returns whether the first row drafts, too, as in DeepSpec's folders by default."""
+    value = head.read("sample_from_anchor", FLAG)
+    is_deep_spec = "Qwen3DSparkModel" in str(head.fields.get("architectures"))
+    return is_deep_spec if value is None else value
+
+
+def _write_config(config: DFlashConfig) -> JsonObject:
+    """Returns the fields of config.json that only this kind of head has."""
+    return {
         "block_size": config.block_size,
         "aux_hidden_state_layer_ids": list(config.taps),
         "mask_token_id": config.mask_token_id,
         "sample_from_anchor": config.sample_from_anchor,
     }
-    write_head(
-        folder,
-        params,
-        config,
-        _entries(config),
-        fields,
-        architecture="DFlashSpeculator",
-        dtype=dtype,
-        verifier=verifier,
-    )
 
 
-def _integer(head: HeadFields, name: str) -> int:
-    value = head.value(name)
-    if type(value) is not int:
-        raise ValueError(f"{head.source} has {name} {quote(value)}; it needs to be an integer.")
-    return value
-
-
-def _samples_from_anchor(head: HeadFields) -> bool:
-    """Returns whether the first row drafts, too, as in DeepSpec's folders by default."""
-    value = head.flag("sample_from_anchor")
-    is_deep_spec = "Qwen3DSparkModel" in str(head.fields.get("architectures"))
-    return is_deep_spec if value is None else value
-
-
-def _entries(config: DFlashConfig) -> Iterator[WeightEntry]:
-    """Yields the arrays of a head's parameters and their tensors.
-
-    Args:
-      config: of the head.
-    """
+def _entries(config: DFlashConfig, names: Container[str]) -> Iterator[WeightEntry]:
+    """Yields the arrays of a head's parameters and their tensors."""
     size = config.layer.hidden_size
-    yield WeightEntry(("fc",), ("fc.weight",), ((size, len(config.taps) * size),), True)
-    yield WeightEntry(("hidden_norm", "weight"), ("hidden_norm.weight",), ((size,),), False)
-    for entry in decoder_entries(config):
-        is_head = entry.path == ("head",)
-        yield entry if is_head else entry._replace(path=("decoder", *entry.path))
+    yield vector_entry(("hidden_norm", "weight"), "hidden_norm.weight", size)
+    for entry in head_entries(config):
+        is_outer = entry.path[0] in ("fc", "head")
+        yield entry if is_outer else entry._replace(path=("decoder", *entry.path))
+
+
+DFLASH = HeadFormat(
+    "dflash",
+    "a DFlash head",
+    "DFlashSpeculator",
+    known=_FIELDS,
+    nested="dflash_config",
+    known_nested=_DFLASH_CONFIG,
+    layer_kinds=("qwen3", "llama"),
+    read_config=_read_config,
+    write_config=_write_config,
+    entries=_entries,
+)
+"""The folder of a DFlash head."""

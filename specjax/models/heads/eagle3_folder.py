@@ -9,31 +9,17 @@ from typing import Any
 
 from jax.typing import DTypeLike
 
-from specjax.file_io import quote
+from specjax.file_io import JsonObject
 from specjax.models.heads.eagle3 import Eagle3Config
-from specjax.models.heads.head_fields import (
-    ANY,
-    HeadFields,
-    Known,
-    any_of,
-    default_taps,
-    refuse_unknown,
-)
-from specjax.models.heads.head_folder import (
-    HeadTensors,
-    decoder_entries,
-    load_params,
-    open_head,
-    write_head,
-)
-from specjax.models.hf.weight_map import WeightEntry
+from specjax.models.heads.head_fields import ANY, FLAG, HeadFields, Known, any_of, default_taps
+from specjax.models.heads.head_folder import HeadFormat, head_entries, load_head, save_head
+from specjax.models.hf.config_fields import POSITIVE
+from specjax.models.hf.weight_map import WeightEntry, vector_entry
 
-__all__ = ["load_eagle3", "open_eagle3", "save_eagle3"]
+__all__ = ["EAGLE3", "load_eagle3", "save_eagle3"]
 
-_TITLE = "an EAGLE-3 head"
 _OLD_TAP_NORMS = ("aux_norm_low", "aux_norm_mid", "aux_norm_high")
-_WRITTEN_FLAGS = ("fc_norm", "norm_before_fc", "norm_before_residual", "norm_output")
-_LAYER_KINDS = ("llama", "mistral", "ministral", "qwen2", "qwen3")
+_FLAGS = ("fc_norm", "norm_before_fc", "norm_before_residual", "norm_output")
 _EAGLE_CONFIG: Known = {
     "eagle_aux_hidden_state_layer_ids": ANY,
     "has_lm_head": ANY,  # The tensors decide.
@@ -52,58 +38,6 @@ _FIELDS: Known = {
     "num_aux_hidden_states": ANY,  # `fc` decides their number.
     **_EAGLE_CONFIG,
 }
-
-
-def open_eagle3(
-    folder: str | os.PathLike[str], *, num_target_layers: int
-) -> tuple[Eagle3Config, HeadFields, HeadTensors]:
-    """Reads config.json, and the names and shapes of the tensors.
-
-    Args:
-      folder: of the head.
-      num_target_layers: of the target; decides the taps if config.json names none.
-
-    Returns:
-      The configuration with the file's dtype, the other fields of the file, and the tensors, which
-      are not read yet.
-
-    Raises:
-      ValueError: if the folder is not that of an EAGLE-3 head, or asks for something unsupported.
-    """
-    head = open_head(folder, "eagle3", _TITLE)
-    source, layer = head.source, head.layer
-    refuse_unknown(head.fields, source, _TITLE, _FIELDS, {"eagle_config": _EAGLE_CONFIG})
-    if head.layer_kind not in _LAYER_KINDS:
-        raise ValueError(
-            f"{source} has model_type {head.layer_kind!r}; the layer of an EAGLE-3 head is that of "
-            f"{', '.join(map(repr, _LAYER_KINDS))}."
-        )
-    head.check_num_target_layers(num_target_layers)
-    tensors = HeadTensors(folder)
-    if layer.num_hidden_layers != 1:
-        raise ValueError(
-            f"{source} has num_hidden_layers {layer.num_hidden_layers}; an EAGLE-3 head of 1 layer "
-            "is supported."
-        )
-    options = {name: bool(head.flag(name)) for name in ("norm_before_fc", "norm_output")}
-    try:
-        config = Eagle3Config(
-            layer,
-            head.target_hidden_size,
-            head.draft_vocab_size,
-            default_taps(num_target_layers) if head.taps is None else head.taps,
-            head.num_speculative_tokens,
-            fc_bias=bool(head.flag("bias")),
-            fc_norm=bool(head.flag("fc_norm") or head.flag("use_aux_norm")),
-            norm_before_residual=_norm_before_residual(head),
-            has_embedding=tensors.has_embedding,
-            has_lm_head=tensors.has_lm_head,
-            logit_scale=_logit_scale(head),
-            **options,
-        )
-    except ValueError as error:
-        raise ValueError(f"{source} contradicts itself: {error}") from None
-    return config, head, tensors
 
 
 def load_eagle3(
@@ -128,8 +62,7 @@ def load_eagle3(
       ValueError: if a file or a tensor is missing, unreadable or unsupported; the sentence names
         it.
     """
-    config, _, tensors = open_eagle3(folder, num_target_layers=num_target_layers)
-    return load_params(config, tensors, _entries(config, tensors), dtype)
+    return load_head(EAGLE3, folder, dtype, num_target_layers)
 
 
 def save_eagle3(
@@ -162,50 +95,58 @@ def save_eagle3(
       >>> load_eagle3(folder, "float32", num_target_layers=4)[1].taps
       (1, 2, 4)
     """
+    save_head(EAGLE3, folder, params, config, dtype, verifier)
+
+
+def _read_config(head: HeadFields, num_target_layers: int, **tables: bool) -> Eagle3Config:
+    """Returns the configuration of a head from the fields of its config.json."""
+    layer = head.layer
+    if layer.num_hidden_layers != 1:
+        raise ValueError(
+            f"{head.source} has num_hidden_layers {layer.num_hidden_layers}; an EAGLE-3 head of 1 "
+            "layer is supported."
+        )
+    flags = {name: head.read(name, FLAG) for name in (*_FLAGS, "use_aux_norm", "bias")}
+    is_speculators = head.fields.get("speculators_model_type") is not None
+    if flags["norm_before_residual"] is None and is_speculators:
+        raise ValueError(
+            f"{head.source} has no norm_before_residual, of which `speculators` takes false and "
+            "vLLM true; add the one that the head was trained with (its drafts are accepted more)."
+        )
+    scale = head.fields.get("logit_scale")
+    scale = 1.0 if scale is None else scale
+    return Eagle3Config(
+        layer,
+        head.target_hidden_size,
+        head.draft_vocab_size,
+        default_taps(num_target_layers) if head.taps is None else head.taps,
+        head.num_speculative_tokens,
+        fc_bias=bool(flags["bias"]),
+        fc_norm=bool(flags["fc_norm"] or flags["use_aux_norm"]),
+        norm_before_fc=bool(flags["norm_before_fc"]),
+        norm_before_residual=bool(flags["norm_before_residual"]),
+        norm_output=bool(flags["norm_output"]),
+        logit_scale=float(POSITIVE.check("logit_scale", scale, head.source)),
+        **tables,
+    )
+
+
+def _write_config(config: Eagle3Config) -> JsonObject:
+    """Returns the fields of config.json that only this kind of head has."""
     if config.fc_bias or config.logit_scale != 1.0:
         raise ValueError(
             f"the head has fc_bias {config.fc_bias} and logit_scale {config.logit_scale}; the "
             "format of speculators has neither."
         )
     size = config.target_hidden_size
-    fields = {
+    return {
         "target_hidden_size": None if size == config.layer.hidden_size else size,
         "eagle_aux_hidden_state_layer_ids": list(config.taps),
-        **{name: getattr(config, name) for name in _WRITTEN_FLAGS},
+        **{name: getattr(config, name) for name in _FLAGS},
     }
-    write_head(
-        folder,
-        params,
-        config,
-        _entries(config),
-        fields,
-        architecture="Eagle3Speculator",
-        dtype=dtype,
-        verifier=verifier,
-    )
 
 
-def _norm_before_residual(head: HeadFields) -> bool:
-    flag = head.flag("norm_before_residual")
-    if flag is None and head.fields.get("speculators_model_type") is not None:
-        raise ValueError(
-            f"{head.source} has no norm_before_residual, of which `speculators` takes false and "
-            "vLLM true; add the one that the head was trained with (its drafts are accepted more)."
-        )
-    return bool(flag)
-
-
-def _logit_scale(head: HeadFields) -> float:
-    scale = head.fields.get("logit_scale")
-    scale = 1.0 if scale is None else scale
-    if type(scale) not in (int, float) or not 0 < scale < 2.0**127:
-        raise ValueError(
-            f"{head.source} has logit_scale {quote(scale)}; it needs to be a positive number."
-        )
-    return float(scale)
-
-
-def _entries(config: Eagle3Config, names: Container[str] = ()) -> Iterator[WeightEntry]:
+def _entries(config: Eagle3Config, names: Container[str]) -> Iterator[WeightEntry]:
     """Yields the arrays of a head's parameters and their tensors.
 
     Args:
@@ -213,25 +154,35 @@ def _entries(config: Eagle3Config, names: Container[str] = ()) -> Iterator[Weigh
       names: of the folder's tensors; `fc_norm` may have older names there.
     """
     size, target = config.layer.hidden_size, config.target_hidden_size
-    width = len(config.taps) * target
-
-    def vector(path: tuple[str | int, ...], name: str, length: int) -> WeightEntry:
-        return WeightEntry(path, (name,), ((length,),), False)
-
-    yield WeightEntry(("fc",), ("fc.weight",), ((size, width),), True)
     if config.fc_bias:
-        yield vector(("fc_bias",), "fc.bias", size)
+        yield vector_entry(("fc_bias",), "fc.bias", size)
     if config.norm_before_fc:
-        yield vector(("taps_norm", "weight"), "input_norm.weight", width)
+        width = len(config.taps) * target
+        yield vector_entry(("taps_norm", "weight"), "input_norm.weight", width)
     for n in range(len(config.taps) * config.fc_norm):
         name = f"fc_norm.{n}.weight"
         old = f"{_OLD_TAP_NORMS[n]}.weight" if n < len(_OLD_TAP_NORMS) else name
         stored = old if name not in names and old in names else name
-        yield vector(("tap_norms", n, "weight"), stored, target)
-    yield vector(("hidden_norm", "weight"), "layers.0.hidden_norm.weight", size)
-    for entry in decoder_entries(config):
+        yield vector_entry(("tap_norms", n, "weight"), stored, target)
+    yield vector_entry(("hidden_norm", "weight"), "layers.0.hidden_norm.weight", size)
+    for entry in head_entries(config):
         if entry.path[-1] == "qkv":
             # Attention reads the token and the state.
             entry = entry._replace(shapes=tuple((out, 2 * size) for out, _ in entry.shapes))
         is_layer = entry.path[0] == "layers"
         yield entry._replace(path=("layer", *entry.path[2:])) if is_layer else entry
+
+
+EAGLE3 = HeadFormat(
+    "eagle3",
+    "an EAGLE-3 head",
+    "Eagle3Speculator",
+    known=_FIELDS,
+    nested="eagle_config",
+    known_nested=_EAGLE_CONFIG,
+    layer_kinds=("llama", "mistral", "ministral", "qwen2", "qwen3"),
+    read_config=_read_config,
+    write_config=_write_config,
+    entries=_entries,
+)
+"""The folder of an EAGLE-3 head."""

@@ -10,12 +10,14 @@ from typing import Any, NamedTuple
 
 from specjax.file_io import JsonObject, quote
 from specjax.models.decoder.config import TransformerConfig
-from specjax.models.hf.config_fields import FIELD_NAMES
+from specjax.models.hf.config_fields import FIELD_NAMES, OBJECT, Field
 from specjax.models.hf.config_reader import read_fields
 from specjax.models.hf.unread_fields import CHECKED_FIELDS
 
 __all__ = [
     "ANY",
+    "FLAG",
+    "SIZE",
     "HeadFields",
     "Known",
     "any_of",
@@ -24,7 +26,16 @@ __all__ = [
     "refuse_unknown",
 ]
 
-_Fields = JsonObject
+_ANY_VALUE = Field(lambda v: True, "anything")
+FLAG = Field(lambda v: v is None or isinstance(v, bool), "true or false")
+"""A field that is true, false or absent."""
+_COUNT = Field(lambda v: v is None or (type(v) is int and v >= 1), "an integer >= 1")
+SIZE = _COUNT._replace(requirement="a size >= 1")
+"""A field that is a size or absent."""
+_LAYER_IDS = Field(
+    lambda v: isinstance(v, list) and all(type(i) is int and i >= 0 for i in v),
+    "a list of layer ids",
+)
 # `speculators` leaves out fields with the values of the classes in transformers.
 _CLASS_SIZES = {
     kind: {
@@ -126,7 +137,7 @@ class HeadFields(NamedTuple):
         None where the file leaves them out.
       num_speculative_tokens: K that the head was made for, or None.
       verifier: the name of the target that it was trained for, or None.
-      nested: an object of the JSON that may hold fields of the top level, too, or None.
+      nested: an object of the JSON that may hold fields of the top level, too.
     """
 
     fields: JsonObject
@@ -138,66 +149,35 @@ class HeadFields(NamedTuple):
     taps: tuple[int, ...] | None
     num_speculative_tokens: int | None
     verifier: str | None
-    nested: str | None = None
+    nested: str
 
-    def value(self, name: str) -> Any:
+    def read(self, name: str, field: Field = _ANY_VALUE) -> Any:
         """Returns a field of the top level or of `nested`, equal if in both; None if in neither.
 
         Args:
           name: of the field.
+          field: its allowed values.
 
         Raises:
-          ValueError: if the two differ.
+          ValueError: if the two differ, or the value is not allowed.
         """
-        inner = None if self.nested is None else self.fields.get(self.nested)
-        places = (self.fields, inner or {})
+        places = (self.fields, self.fields.get(self.nested) or {})
         values = [place[name] for place in places if place.get(name) is not None]
         if len(values) == 2 and values[0] != values[1]:
             both = f" and in {self.nested} ".join(map(quote, values))
             raise ValueError(
                 f"{self.source} has {name} {both}; loaders differ in which counts: remove one."
             )
-        return values[0] if values else None
-
-    def flag(self, name: str) -> bool | None:
-        """Returns a field that is true, false or absent.
-
-        Args:
-          name: of the field.
-
-        Raises:
-          ValueError: if it has another value.
-        """
-        value = self.value(name)
-        if value is not None and not isinstance(value, bool):
-            raise ValueError(
-                f"{self.source} has {name} {quote(value)}; it needs to be true or false."
-            )
-        return value
-
-    def check_num_target_layers(self, num_target_layers: int) -> None:
-        """Refuses a head that names another number of layers than the target has.
-
-        Args:
-          num_target_layers: of the target.
-
-        Raises:
-          ValueError: if they differ.
-        """
-        num_layers = self.value("num_target_layers")
-        if num_layers not in (None, num_target_layers):
-            raise ValueError(
-                f"{self.source} has num_target_layers {quote(num_layers)} and the target has "
-                f"{num_target_layers} layers; use a head that was trained for this target."
-            )
+        return field.check(name, values[0] if values else None, self.source)
 
 
-def read_head_fields(fields: JsonObject, source: str) -> HeadFields:
+def read_head_fields(fields: JsonObject, source: str, nested: str = "") -> HeadFields:
     """Returns the fields of a head's config.json.
 
     Args:
       fields: the parsed JSON.
       source: names the file in an error.
+      nested: an object of the JSON that may hold fields of the top level, too.
 
     Raises:
       ValueError: if a field is missing, has a wrong type, or asks for something unsupported.
@@ -215,7 +195,8 @@ def read_head_fields(fields: JsonObject, source: str) -> HeadFields:
             f"{source} has a quantization_config; quantised weights are not supported; use a "
             "folder with weights in a float dtype."
         )
-    inner = fields
+    # Of a head's rows; a model's layer has another meaning of it.
+    inner = {name: value for name, value in fields.items() if name != "is_causal"}
     if fields.get("speculators_model_type") is not None:
         inner = {"model_type": "qwen3"} | _object(fields, "transformer_layer_config", source)
         inner = _CLASS_SIZES.get(str(inner["model_type"]), {}) | inner
@@ -223,8 +204,11 @@ def read_head_fields(fields: JsonObject, source: str) -> HeadFields:
         inner = {"dtype": fields.get("dtype") or fields.get("torch_dtype")} | inner
     inner = {name: value for name, value in inner.items() if name not in _IGNORED_FIELDS}
     layer = read_fields(inner, source)
-    target_hidden_size = _size(fields, "target_hidden_size", layer.hidden_size, source)
-    draft_vocab_size = _size(fields, "draft_vocab_size", layer.vocab_size, source)
+    names = "target_hidden_size", "draft_vocab_size"
+    target_hidden_size, draft_vocab_size = (
+        SIZE.check(name, fields.get(name), source) for name in names
+    )
+    draft_vocab_size = draft_vocab_size or layer.vocab_size
     if draft_vocab_size > layer.vocab_size:
         raise ValueError(
             f"{source} has draft_vocab_size {draft_vocab_size} and vocab_size "
@@ -237,11 +221,12 @@ def read_head_fields(fields: JsonObject, source: str) -> HeadFields:
         source=source,
         layer=layer,
         layer_kind=inner["model_type"],
-        target_hidden_size=target_hidden_size,
+        target_hidden_size=target_hidden_size or layer.hidden_size,
         draft_vocab_size=draft_vocab_size,
         taps=_read_taps(fields, source),
         num_speculative_tokens=_read_k(speculation, source),
         verifier=verifier if isinstance(verifier, str) and verifier else None,
+        nested=nested,
     )
 
 
@@ -314,7 +299,7 @@ def default_taps(num_layers: int) -> tuple[int, ...]:
     return (2, num_layers // 2, num_layers - 3)
 
 
-def _read_taps(fields: _Fields, source: str) -> tuple[int, ...] | None:
+def _read_taps(fields: JsonObject, source: str) -> tuple[int, ...] | None:
     """Returns taps in numbers of layers that have run, by the convention of each place.
 
     In `eagle_config`, and in `target_layer_ids` of DeepSpec and DFlash, an id means that layer's
@@ -329,11 +314,7 @@ def _read_taps(fields: _Fields, source: str) -> tuple[int, ...] | None:
         if ids in (None, []):
             continue
         where = ".".join((*path, name))
-        if not isinstance(ids, list) or any(type(i) is not int or i < 0 for i in ids):
-            raise ValueError(
-                f"{source} has {where} {quote(ids)}; it needs to be a list of layer ids."
-            )
-        taps_by_place[where] = tuple(i + offset for i in ids)
+        taps_by_place[where] = tuple(i + offset for i in _LAYER_IDS.check(where, ids, source))
     if len(set(taps_by_place.values())) > 1:
         raise ValueError(
             f"{source} names the tapped layers in {' and '.join(taps_by_place)}, which differ: "
@@ -343,7 +324,7 @@ def _read_taps(fields: _Fields, source: str) -> tuple[int, ...] | None:
     return next(iter(taps_by_place.values()), None)
 
 
-def _read_k(speculation: _Fields, source: str) -> int | None:
+def _read_k(speculation: JsonObject, source: str) -> int | None:
     """Returns `speculative_tokens` of the default method of proposing."""
     methods = speculation.get("proposal_methods")
     methods = methods if isinstance(methods, list) else []
@@ -351,27 +332,9 @@ def _read_k(speculation: _Fields, source: str) -> int | None:
     name = speculation.get("default_proposal_method")
     defaults = [method for method in methods if method.get("proposal_type") == name]
     k = next((method.get("speculative_tokens") for method in defaults or methods), None)
-    if k is not None and (type(k) is not int or k < 1):
-        raise ValueError(
-            f"{source} has speculative_tokens {quote(k)}; it needs to be an integer >= 1."
-        )
-    return k
+    return _COUNT.check("speculative_tokens", k, source)
 
 
-def _size(fields: _Fields, name: str, default: int, source: str) -> int:
-    value = fields.get(name)
-    if value is None:
-        return default
-    if type(value) is not int or value < 1:
-        raise ValueError(f"{source} has {name} {quote(value)}; it needs to be a size >= 1.")
-    return value
-
-
-def _object(fields: _Fields, name: str, source: str) -> _Fields:
+def _object(fields: JsonObject, name: str, source: str) -> JsonObject:
     """Returns an object inside another, {} if it is absent or null."""
-    value = fields.get(name)
-    if value is None:
-        return {}
-    if not isinstance(value, dict):
-        raise ValueError(f"{source} has {name} {quote(value)}; it needs to be an object.")
-    return value
+    return OBJECT.check(name, fields.get(name), source) or {}

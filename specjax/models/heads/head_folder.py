@@ -1,14 +1,15 @@
 """Folders of draft heads: their kind, tensors and parameters.
 
 `draft_kind` returns the kind of a folder's draft, by config.json. `HeadTensors` reads tensors under
-the names of any format, and `write_head` writes the format of `speculators`.
+the names of any format, and `save_head` writes the format of `speculators`. A `HeadFormat` holds
+what differs between kinds.
 """
 
 import dataclasses
 import os
 import re
-from collections.abc import Iterable, Iterator
-from typing import Any, Literal, TypeVar
+from collections.abc import Callable, Container, Iterable, Iterator
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 import jax
 import numpy as np
@@ -17,7 +18,12 @@ from jax.typing import DTypeLike
 from specjax.file_io import JsonObject, quote
 from specjax.models.heads.dflash import DFlashConfig
 from specjax.models.heads.eagle3 import Eagle3Config
-from specjax.models.heads.head_fields import HeadFields, read_head_fields
+from specjax.models.heads.head_fields import (
+    HeadFields,
+    Known,
+    read_head_fields,
+    refuse_unknown,
+)
 from specjax.models.heads.head_target import HeadConfig
 from specjax.models.hf.checkpoint import resolve_dtype
 from specjax.models.hf.config_writer import write_fields
@@ -33,13 +39,14 @@ from specjax.models.hf.weight_map import (
 
 __all__ = [
     "DraftKind",
+    "HeadFormat",
     "HeadTensors",
-    "decoder_entries",
     "draft_kind",
-    "load_params",
+    "head_entries",
+    "load_head",
     "open_head",
     "refuse_eagle1",
-    "write_head",
+    "save_head",
 ]
 
 DraftKind = Literal["model", "eagle3", "dflash"]
@@ -155,36 +162,6 @@ def _known(name: Any, kinds: dict[str, DraftKind], field: str, source: str) -> D
     return kinds[name]
 
 
-def open_head(
-    folder: str | os.PathLike[str],
-    kind: DraftKind,
-    title: str,
-    *,
-    nested: str | None = None,
-    not_of_layer: tuple[str, ...] = (),
-) -> HeadFields:
-    """Returns the fields of a head's config.json; refuses a folder of another kind.
-
-    Args:
-      folder: any path.
-      kind: required of the folder.
-      title: of such a head, for errors.
-      nested: an object of config.json that may hold fields of the top level, too.
-      not_of_layer: fields of the top level with another meaning in a model's layer.
-
-    Raises:
-      ValueError: if the folder is of another kind, or config.json asks for something unsupported.
-    """
-    fields, source = _read_config(folder)
-    actual_kind = _kind_of(fields, source)
-    if actual_kind != kind:
-        raise ValueError(
-            f"{folder} holds a {actual_kind}; load_{kind} reads the folder of {title}."
-        )
-    layer_fields = {name: fields[name] for name in fields if name not in not_of_layer}
-    return read_head_fields(layer_fields, source)._replace(fields=fields, nested=nested)
-
-
 # Tensors of a head that has tables of its own.
 _EMBEDDING, _LM_HEAD = "embed_tokens.weight", "lm_head.weight"
 # Masks of the target tokens that the draft has, for training alone.
@@ -215,16 +192,6 @@ class HeadTensors:
 
     def __contains__(self, name: object) -> bool:
         return name in self._names
-
-    @property
-    def has_embedding(self) -> bool:
-        """Whether the head has its own embeddings."""
-        return _EMBEDDING in self
-
-    @property
-    def has_lm_head(self) -> bool:
-        """Whether the head has its own output layer."""
-        return _LM_HEAD in self
 
     def view(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
         """Returns a read-only view of a tensor of floats, as `MappedTensors.view` does.
@@ -302,92 +269,168 @@ def _plain_name(stored: str) -> str:
     return f"layers.0.{name.removeprefix('midlayer.')}" if name.startswith("midlayer.") else name
 
 
-def decoder_entries(config: HeadConfig) -> Iterator[WeightEntry]:
-    """Yields the arrays of a head's layers, last norm and own tables, and their tensors.
+def head_entries(config: HeadConfig) -> Iterator[WeightEntry]:
+    """Yields the arrays of a head's `fc`, layers, last norm and own tables, and their tensors.
 
     Args:
       config: of the head.
     """
+    size = config.layer.hidden_size
+    width = len(config.taps) * config.target_hidden_size
+    yield WeightEntry(("fc",), ("fc.weight",), ((size, width),), True)
     for entry in weight_entries(dataclasses.replace(config.layer, tie_word_embeddings=True)):
         if entry.path != ("embedding",) or config.has_embedding:
             names = tuple(name.removeprefix("model.") for name in entry.names)
             yield entry._replace(names=names)
     if config.has_lm_head:
-        shape = (config.draft_vocab_size, config.layer.hidden_size)
-        yield WeightEntry(("head",), (_LM_HEAD,), (shape,), False)
+        yield WeightEntry(("head",), (_LM_HEAD,), ((config.draft_vocab_size, size),), False)
 
 
 _Config = TypeVar("_Config", Eagle3Config, DFlashConfig)
 
 
-def load_params(
-    config: _Config,
-    tensors: HeadTensors,
-    entries: Iterable[WeightEntry],
+class HeadFormat(NamedTuple, Generic[_Config]):
+    """The folder of a kind of heads.
+
+    Attributes:
+      kind: of the folder.
+      title: of such a head, for errors.
+      architecture: by which a written config.json names the kind.
+      known: fields at the top level that this kind of head reads.
+      nested: an object of config.json that may hold fields of the top level, too.
+      known_nested: its fields.
+      layer_kinds: `model_type` of the layers.
+      read_config: `(head, num_target_layers, **tables) -> config`, where tables are `has_embedding`
+        and `has_lm_head`.
+      write_config: `config -> fields` of config.json that this kind of head has.
+      entries: `(config, names) -> arrays` of the parameters and their tensors, given the names of
+        the folder's tensors.
+    """
+
+    kind: DraftKind
+    title: str
+    architecture: str
+    known: Known
+    nested: str
+    known_nested: Known
+    layer_kinds: tuple[str, ...]
+    read_config: Callable[..., _Config]
+    write_config: Callable[[_Config], JsonObject]
+    entries: Callable[[_Config, Container[str]], Iterator[WeightEntry]]
+
+
+def open_head(
+    form: HeadFormat[_Config], folder: str | os.PathLike[str], *, num_target_layers: int
+) -> tuple[_Config, HeadFields, HeadTensors]:
+    """Reads config.json, and the names and shapes of the tensors.
+
+    Args:
+      form: of the folder.
+      folder: of the head.
+      num_target_layers: of the target; decides the taps if config.json names none. A folder that
+        names another number is refused.
+
+    Returns:
+      The configuration with the file's dtype, the other fields of the file, and the tensors, which
+      are not read yet.
+
+    Raises:
+      ValueError: if the folder is of another kind, or asks for something unsupported.
+    """
+    fields, source = _read_config(folder)
+    kind = _kind_of(fields, source)
+    if kind != form.kind:
+        raise ValueError(
+            f"{folder} holds a {kind}; load_{form.kind} reads the folder of {form.title}."
+        )
+    head = read_head_fields(fields, source, form.nested)
+    refuse_unknown(fields, source, form.title, form.known, {form.nested: form.known_nested})
+    if head.layer_kind not in form.layer_kinds:
+        raise ValueError(
+            f"{source} has model_type {head.layer_kind!r}; the layers of {form.title} are those of "
+            f"{', '.join(map(repr, form.layer_kinds))}."
+        )
+    num_layers = head.read("num_target_layers")
+    if num_layers not in (None, num_target_layers):
+        raise ValueError(
+            f"{source} has num_target_layers {quote(num_layers)} and the target has "
+            f"{num_target_layers} layers; use a head that was trained for this target."
+        )
+    tensors = HeadTensors(folder)
+    tables = {"has_embedding": _EMBEDDING in tensors, "has_lm_head": _LM_HEAD in tensors}
+    try:
+        return form.read_config(head, num_target_layers, **tables), head, tensors
+    except ValueError as error:
+        if str(error).startswith(source):
+            raise
+        raise ValueError(f"{source} contradicts itself: {error}") from None
+
+
+def load_head(
+    form: HeadFormat[_Config],
+    folder: str | os.PathLike[str],
     dtype: DTypeLike | None,
+    num_target_layers: int,
 ) -> tuple[Any, _Config]:
     """Returns the parameters of a head, and its configuration with their dtype.
 
     Args:
-      config: of the head.
-      tensors: of its folder.
-      entries: arrays of the parameters.
+      form: of the folder.
+      folder: of the head.
       dtype: as in `load`.
+      num_target_layers: as in `open_head`.
 
     Raises:
-      ValueError: if a tensor is missing, unreadable or unsupported, or is not read.
+      ValueError: as `open_head`, or if a tensor is missing, unreadable or unsupported, or is not
+        read.
     """
+    config, _, tensors = open_head(form, folder, num_target_layers=num_target_layers)
     layer = dataclasses.replace(config.layer, dtype=resolve_dtype(dtype, config.layer.dtype))
     token_map = tensors.read_token_map(config.draft_vocab_size, layer.vocab_size)
-    params = tensors.load(entries, layer.dtype)
+    params = tensors.load(form.entries(config, tensors), layer.dtype)
     if token_map is not None:
         params["token_map"] = jax.device_put(token_map)
     return params, dataclasses.replace(config, layer=layer)
 
 
-def write_head(
+def save_head(
+    form: HeadFormat[_Config],
     folder: str | os.PathLike[str],
     params: Any,
-    config: HeadConfig,
-    entries: Iterable[WeightEntry],
-    fields: JsonObject,
-    *,
-    architecture: str,
+    config: _Config,
     dtype: str,
     verifier: str | None,
 ) -> None:
     """Writes config.json and model.safetensors, each after the new one is complete.
 
     Args:
+      form: of the folder.
       folder: created if absent.
       params: of the head, with a `token_map` if it drafts from a part of the vocabulary.
       config: of the head; its dtype is replaced by `dtype`.
-      entries: arrays of the parameters, and the tensors that each concatenates.
-      fields: of config.json that this kind of head has.
-      architecture: by which config.json names the kind of the head.
       dtype: of the tensors on disk.
       verifier: the name of the target that the head was trained for, or None.
 
     Raises:
       ValueError: if the format has no room for the configuration.
     """
-    kind, k = _ARCHITECTURES[architecture], config.num_speculative_tokens
+    k = config.num_speculative_tokens
     method = {"proposal_type": "greedy"} | ({} if k is None else {"speculative_tokens": k})
     fields = {
-        "architectures": [architecture],
-        "speculators_model_type": kind,
+        "architectures": [form.architecture],
+        "speculators_model_type": form.kind,
         "transformer_layer_config": write_fields(dataclasses.replace(config.layer, dtype=dtype)),
         "draft_vocab_size": config.draft_vocab_size,
-        **fields,
+        **form.write_config(config),
         "speculators_config": {
-            "algorithm": kind,
+            "algorithm": form.kind,
             "default_proposal_method": "greedy",
             "proposal_methods": [method],
             "verifier": {"name_or_path": verifier, "architectures": []},
         },
         "torch_dtype": dtype,
     }
-    tensors = stored_tensors(params, entries, dtype)
+    tensors = stored_tensors(params, form.entries(config, ()), dtype)
     if "token_map" in params:
         ids = np.asarray(params["token_map"], np.int64)
         tensors["d2t"] = ids - np.arange(len(ids))

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from specjax.file_io import JsonObject, quote
 from specjax.models.decoder.config import ACTIVATIONS, DTYPES
 
-__all__ = ["FIELD_NAMES", "SIZES", "read_field", "read_scale"]
+__all__ = ["FIELD_NAMES", "OBJECT", "POSITIVE", "SIZES", "Field", "read_field"]
 
 # Required fields.
 SIZES = (
@@ -19,10 +19,29 @@ SIZES = (
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
-class _Field(NamedTuple):
+class Field(NamedTuple):
+    """The allowed values of a field, their description, and the value of an absent field."""
+
     is_valid: Callable[[Any], bool]
     requirement: str
     default: Any = None
+
+    def check(self, name: str, value: Any, source: str) -> Any:
+        """Returns the value of a field, or refuses it.
+
+        Args:
+          name: of the field.
+          value: in the parsed JSON.
+          source: names the file in an error.
+
+        Raises:
+          ValueError: if the value is not allowed.
+        """
+        if not self.is_valid(value):
+            raise ValueError(
+                f"{source} has {name} {quote(value)}; it needs to be {self.requirement}."
+            )
+        return value
 
 
 def _is_id(value: Any) -> bool:
@@ -42,25 +61,27 @@ def _are_layer_types(value: Any) -> bool:
     return value is None or (isinstance(value, list) and all(v in _LAYER_TYPES for v in value))
 
 
-def _one_of(names: tuple[str, ...], default: Any = None) -> _Field:
-    return _Field(lambda v: v in names, " or ".join(map(repr, names)), default)
+def _one_of(names: tuple[str, ...], default: Any = None) -> Field:
+    return Field(lambda v: v in names, " or ".join(map(repr, names)), default)
 
 
-def _integer(most: int, null: bool = False) -> _Field:
-    requirement = f"an integer from 1 to {most}{', or null' * null}"
-    return _Field(
-        lambda v: (v is None and null) or (type(v) is int and 1 <= v <= most), requirement
-    )
+def _integer(most: int) -> Field:
+    return Field(lambda v: type(v) is int and 1 <= v <= most, f"an integer from 1 to {most}")
+
+
+def _or_null(field: Field) -> Field:
+    return Field(lambda v: v is None or field.is_valid(v), f"{field.requirement}, or null")
 
 
 _LENGTH = 2**31 - 1  # Positions are 32-bit.
-_SCALE = _Field(_is_scale, "a positive number below 2**127")
-_SCALE_OR_NULL = _Field(
-    lambda v: v is None or _is_scale(v), "a positive number below 2**127, or null"
-)
-_BOOL = _Field(lambda v: isinstance(v, bool), "true or false", False)
-_OBJECT = _Field(lambda v: v is None or isinstance(v, dict), "an object or null")
-_DTYPE = _Field(lambda v: v in (None, *DTYPES), "'bfloat16', 'float16', 'float32' or null")
+POSITIVE = Field(_is_scale, "a positive number")
+"""A number in an object of a field, such as `factor` of `rope_scaling`."""
+_SCALE = Field(_is_scale, "a positive number below 2**127")
+_BOOL = Field(lambda v: isinstance(v, bool), "true or false", False)
+OBJECT = Field(lambda v: v is None or isinstance(v, dict), "an object")
+"""An object inside another, or null."""
+_OBJECT_OR_NULL = OBJECT._replace(requirement="an object or null")
+_DTYPE = Field(lambda v: v in (None, *DTYPES), "'bfloat16', 'float16', 'float32' or null")
 _FIELDS = {
     # Far above published sizes. The products stay below 2**63, which the compiler relies on.
     "vocab_size": _integer(2**24),
@@ -68,10 +89,10 @@ _FIELDS = {
     "intermediate_size": _integer(2**20),
     "num_hidden_layers": _integer(2**10),
     "num_attention_heads": _integer(2**12),
-    "num_key_value_heads": _integer(2**12, null=True),
-    "head_dim": _integer(2**12, null=True),
-    "rope_parameters": _OBJECT,
-    "rope_scaling": _OBJECT,
+    "num_key_value_heads": _or_null(_integer(2**12)),
+    "head_dim": _or_null(_integer(2**12)),
+    "rope_parameters": _OBJECT_OR_NULL,
+    "rope_scaling": _OBJECT_OR_NULL,
     "max_position_embeddings": _integer(_LENGTH)._replace(default=2048),
     "rms_norm_eps": _SCALE._replace(default=1e-6),
     "rope_theta": _SCALE._replace(default=10000.0),
@@ -80,20 +101,20 @@ _FIELDS = {
     "attention_bias": _BOOL,
     "hidden_act": _one_of(ACTIVATIONS, "silu"),
     "hidden_activation": _one_of(ACTIVATIONS, "gelu_pytorch_tanh"),
-    "bos_token_id": _Field(lambda v: v is None or _is_id(v), "a token id or null"),
-    "eos_token_id": _Field(_is_ids, "a token id, a list of them or null"),
-    "sliding_window": _integer(_LENGTH, null=True),
+    "bos_token_id": Field(lambda v: v is None or _is_id(v), "a token id or null"),
+    "eos_token_id": Field(_is_ids, "a token id, a list of them or null"),
+    "sliding_window": _or_null(_integer(_LENGTH)),
     "use_sliding_window": _BOOL,
-    "max_window_layers": _Field(_is_id, "an integer in [0, 2**31)", 28),
+    "max_window_layers": Field(_is_id, "an integer in [0, 2**31)", 28),
     "sliding_window_pattern": _integer(_LENGTH),
-    "layer_types": _Field(
+    "layer_types": Field(
         _are_layer_types,
         "null or a list of 'full_attention' and 'sliding_attention', one per layer",
     ),
     "query_pre_attn_scalar": _SCALE,
-    "attn_logit_softcapping": _SCALE_OR_NULL,
-    "final_logit_softcapping": _SCALE_OR_NULL,
-    "text_config": _Field(lambda v: isinstance(v, dict), "an object"),
+    "attn_logit_softcapping": _or_null(_SCALE),
+    "final_logit_softcapping": _or_null(_SCALE),
+    "text_config": Field(lambda v: isinstance(v, dict), "an object"),
     "dtype": _DTYPE,
     "torch_dtype": _DTYPE,
 }
@@ -112,27 +133,4 @@ def read_field(name: str, fields: JsonObject, source: str) -> Any:
       ValueError: if the value is not allowed.
     """
     field = _FIELDS[name]
-    value = fields.get(name, field.default)
-    if not field.is_valid(value):
-        raise ValueError(f"{source} has {name} {quote(value)}; it needs to be {field.requirement}.")
-    return value
-
-
-def read_scale(name: str, group: str, fields: JsonObject, source: str) -> float:
-    """Returns a positive number inside an object of `config.json`, such as `factor`.
-
-    Args:
-      name: of the number.
-      group: of the object, for an error.
-      fields: of the object.
-      source: names the file in an error.
-
-    Raises:
-      ValueError: if the number is absent or not positive.
-    """
-    if not _is_scale(fields.get(name)):
-        raise ValueError(
-            f"{source} has {group} with {name} {quote(fields.get(name))}; it needs to be a "
-            "positive number."
-        )
-    return float(fields[name])
+    return field.check(name, fields.get(name, field.default), source)

@@ -4,7 +4,7 @@ from typing import Any
 
 from specjax.file_io import quote
 from specjax.models.decoder.rope import RopeScaling
-from specjax.models.hf.config_fields import read_field, read_scale
+from specjax.models.hf.config_fields import OBJECT, POSITIVE, read_field
 
 __all__ = ["read_local_rope", "read_rope"]
 
@@ -55,11 +55,11 @@ def read_rope(
     kind = _scaling_kind(rope)
     if kind == "default":
         return theta, None
-    scaling = RopeScaling(str(kind), read_scale("factor", name, rope, source))
+    scaling = RopeScaling(str(kind), _read_number("factor", name, rope, source))
     if kind == "linear":
         return theta, scaling
     low, high, length = (
-        read_scale(parameter, name, rope, source) for parameter in scaling._fields[2:]
+        _read_number(parameter, name, rope, source) for parameter in scaling._fields[2:]
     )
     outer_length = fields.get("original_max_position_embeddings")
     if outer_length not in (None, length):
@@ -101,12 +101,12 @@ def _rope_of_layers(kind: str, rope: _Fields, source: str) -> _Fields:
     """Returns the rotary fields of one kind of layer, if kinds differ."""
     if not rope.keys() & set(_LAYER_KINDS):
         return {} if kind == _LOCAL_LAYERS else rope
-    kind_rope = rope.get(kind) or {}
-    if not isinstance(kind_rope, dict):
-        raise ValueError(
-            f"{source} has {_NEW_FIELD} with {kind} {quote(kind_rope)}; it needs to be an object."
-        )
+    kind_rope: _Fields = OBJECT.check(f"{_NEW_FIELD} with {kind}", rope.get(kind) or {}, source)
     return kind_rope
+
+
+def _read_number(parameter: str, name: str, rope: _Fields, source: str) -> float:
+    return float(POSITIVE.check(f"{name} with {parameter}", rope.get(parameter), source))
 
 
 def _scaling_kind(rope: _Fields) -> Any:

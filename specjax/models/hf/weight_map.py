@@ -21,6 +21,7 @@ __all__ = [
     "get_path",
     "set_path",
     "stored_tensors",
+    "vector_entry",
     "weight_entries",
 ]
 
@@ -46,11 +47,16 @@ class WeightEntry(NamedTuple):
     transposed: bool
 
 
+def vector_entry(path: tuple[str | int, ...], name: str, size: int) -> WeightEntry:
+    """Returns the entry of a vector, which is a tensor of its own."""
+    return WeightEntry(path, (name,), ((size,),), False)
+
+
 def weight_entries(config: TransformerConfig) -> Iterator[WeightEntry]:
     """Yields every array of the parameters of a model."""
     hidden = config.hidden_size
     table = ((config.vocab_size, hidden),)
-    yield WeightEntry(("norm", "weight"), ("model.norm.weight",), ((hidden,),), False)
+    yield vector_entry(("norm", "weight"), "model.norm.weight", hidden)
     yield WeightEntry(("embedding",), ("model.embed_tokens.weight",), table, False)
     if not config.tie_word_embeddings:
         yield WeightEntry(("head",), ("lm_head.weight",), table, False)
@@ -64,9 +70,6 @@ def weight_entries(config: TransformerConfig) -> Iterator[WeightEntry]:
 def _layer_entries(config: TransformerConfig) -> Iterator[WeightEntry]:
     hidden, inner, size = config.hidden_size, config.intermediate_size, config.head_dim
     queries, keys = config.num_attention_heads * size, config.num_key_value_heads * size
-
-    def vector_entry(path: tuple[str, ...], name: str, size: int) -> WeightEntry:
-        return WeightEntry(path, (name,), ((size,),), False)
 
     def matrix_entry(block: str, name: str, projections: dict[str, int], width: int) -> WeightEntry:
         names = tuple(f"{block}.{projection}_proj.weight" for projection in projections)

@@ -8,7 +8,8 @@ import pytest
 from safetensors.numpy import save_file
 
 from specjax.models import chat_prompt, draft_kind, load_tokenizer
-from specjax.models.heads.eagle3_folder import open_eagle3
+from specjax.models.heads.eagle3_folder import EAGLE3
+from specjax.models.heads.head_folder import open_head
 from specjax.models.hf.config_fields import _FIELDS, read_field
 from specjax.models.hf.config_reader import read_fields
 from specjax.models.hf.mapped_tensors import MappedTensors
@@ -90,4 +91,4 @@ def test_fields_of_heads_are_quoted_shortly(tmp_path):
     refusal(draft_kind, write(tmp_path / "config.json", {"speculators_model_type": LONG}))
     fields = {"model_type": "llama", "draft_vocab_size": 9, "hidden_size": LONG}
     path = write(tmp_path / "config.json", fields)
-    refusal(functools.partial(open_eagle3, num_target_layers=4), path)
+    refusal(functools.partial(open_head, EAGLE3, num_target_layers=4), path)

@@ -62,7 +62,7 @@ MUTATIONS = (
     ),
     Mutation(
         f"{_HEADS}dflash_folder._samples_from_anchor",
-        'head.flag("sample_from_anchor")',
+        'head.read("sample_from_anchor", FLAG)',
         'head.fields.get("sample_from_anchor")',
         dflash_folder("test_dflash_config_is_read_or_refused"),
         "an inner sample_from_anchor is lost: each row drafts the token before its own",

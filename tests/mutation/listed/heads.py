@@ -77,8 +77,8 @@ MUTATIONS = (
     ),
     Mutation(
         f"{_HEADS}head_fields._read_taps",
-        "i + offset for i in ids",
-        "i for i in ids",
+        "i + offset for i",
+        "i for i",
         eagle3("test_drafts_are_accepted_as_often_as_the_target_and_the_head_overlap"),
         "a tap is one layer too early",
     ),
@@ -205,8 +205,8 @@ MUTATIONS = (
     ),
     Mutation(
         f"{_HEADS}head_fields._read_taps",
-        "i + offset for i in ids",
-        "i + offset + 1 for i in ids",
+        "i + offset for i",
+        "i + offset + 1 for i",
         eagle3("test_drafts_are_accepted_as_often_as_the_target_and_the_head_overlap"),
         "a tap is one layer too late",
     ),
