@@ -17,7 +17,7 @@ import specjax
 from specjax.implementation import Implementation
 from specjax.models import TransformerConfig, build, build_dflash, dflash_drafter, load_dflash
 from specjax.models.decoder.pallas.tilings import DecodeConfig
-from specjax.models.heads.dflash import DFlashConfig, dflash_functions
+from specjax.models.heads.dflash import DFlashConfig, init_dflash_cache, merge_dflash
 
 pytestmark = pytest.mark.once
 
@@ -166,9 +166,15 @@ def test_a_block_runs_through_the_kernels(kernels, alone):
     ids, steps = np.array([[5, 63, 63], [9, 63, 63], [2, 63, 63]], np.int32), []
     through = Implementation(kernels, (DecodeConfig(alone, num_kv_splits=2),))
     for implementation in ("xla", through):
-        functions = dflash_functions(config, implementation)
-        weights, cache = functions.context(params), functions.init_cache(3, 90)
-        append, apply = jax.jit(functions.append), jax.jit(functions.apply)
+
+        def append(params, *operands, implementation=implementation):
+            return merge_dflash(config, params).append(*operands, implementation)
+
+        def apply(params, table, *operands, implementation=implementation):
+            return merge_dflash(config, params, table).decoder(*operands, implementation)
+
+        weights, cache = merge_dflash(config, params).context(), init_dflash_cache(config, 3, 90)
+        append, apply = jax.jit(append), jax.jit(apply)
         for part in (slice(0, 66), slice(66, 70)):
             cache = append(params, weights, features[:, part], context[:, part], cache)
         states, cache = apply(params, table, ids, place, cache)

@@ -12,11 +12,11 @@ from drafter_steps import Acceptance, accepted_steps, check_greedy_texts, drafte
 from oracle_eagle3 import Head
 
 import specjax
-from specjax.models import TransformerConfig, build, eagle3_drafter, load_eagle3
+from specjax.models import TransformerConfig, build, eagle3_drafter, functions, load_eagle3
 from specjax.models.heads.eagle3 import (
     Eagle3Config,
     build_eagle3,
-    eagle3_functions,
+    merge_eagle3,
     unrolled_eagle3,
 )
 
@@ -164,9 +164,12 @@ def test_the_layer_runs_through_the_kernels():
     )
     steps = {}
     for name in ("xla", "interpret"):
-        functions = eagle3_functions(config, name)
-        cache = functions.init_cache(2, 64)
-        run = jax.jit(functions.apply)
+        (cache,) = functions(layer)[0](2, 64)
+
+        def run(params, *operands, name=name):
+            return merge_eagle3(config, params)(*operands, name)
+
+        run = jax.jit(run)
         first, cache = run(params, tokens, states, jnp.array([[0, 1], [0, -1]], jnp.int32), cache)
         second, _ = run(params, tokens, states, jnp.array([[2, -1], [1, -1]], jnp.int32), cache)
         steps[name] = (first[0], first[1, 0], second[:, 0])

@@ -38,7 +38,7 @@ from specjax.models import (
 )
 from specjax.models.decoder.dispatch import run_layer
 from specjax.models.decoder.layers import Layer
-from specjax.models.heads.dflash import dflash_functions
+from specjax.models.heads.dflash import init_dflash_cache, merge_dflash
 from specjax.pallas.kernel_config import KernelConfig, Tile
 
 pytestmark = pytest.mark.lowering
@@ -366,17 +366,23 @@ def test_a_block_of_a_dflash_head_lowers_for_cuda():
     batch_size = 4
     layer = TransformerConfig(64, 512, 512, 1, 4, 2, 64, qk_norm=True, dtype="bfloat16")
     config = DFlashConfig(layer, 64, taps=(0, 1), block_size=7, mask_token_id=63)
-    functions = dflash_functions(config)
     params = jax.eval_shape(lambda: build_dflash(config))
-    weights = jax.eval_shape(functions.context, params)
-    cache = jax.eval_shape(lambda: functions.init_cache(batch_size, 300))
+    weights = jax.eval_shape(lambda params: merge_dflash(config, params).context(), params)
+    cache = jax.eval_shape(lambda: init_dflash_cache(config, batch_size, 300))
     ids = shape(batch_size, 7, dtype=I32)
     features = shape(batch_size, 7, 1024, dtype=jnp.bfloat16)
     table = shape(64, 512, dtype=jnp.bfloat16)
+
+    def append(params, *operands):
+        return merge_dflash(config, params).append(*operands)
+
+    def apply(params, table, *operands):
+        return merge_dflash(config, params, table).decoder(*operands)
+
     with on_gpu():
         # Committed tokens are two products; the block is a decoder's step.
-        assert num_kernels(lower(functions.append, params, weights, features, ids, cache)) == 2
-        assert num_kernels(lower(functions.apply, params, table, ids, ids, cache)) == 9
+        assert num_kernels(lower(append, params, weights, features, ids, cache)) == 2
+        assert num_kernels(lower(apply, params, table, ids, ids, cache)) == 9
 
 
 @pytest.mark.once

@@ -11,7 +11,7 @@ that are named after neither kind serve both.
 | `head_target` | the parts of its target that a head uses; refuses a head of another target |
 | `sample_block` | draws a block from ready logits |
 | `eagle3_folder`, `dflash_folder` | their folders: read in every format, written in one |
-| `head_folder` | opens, loads and saves a folder of any kind; tensors under the names of every format |
+| `head_folder` | opens, loads and saves a folder of any kind; tensors by the names of any format |
 | `head_fields` | common fields of the formats of `config.json`: layer, taps, drafted tokens |
 
 Only `load_drafter` and the package of models import this room.

@@ -32,17 +32,16 @@ from specjax.models.decoder.dispatch import run_product
 from specjax.models.decoder.layers import RMSNorm, linear, rms_norm, weight
 from specjax.models.decoder.rope import rope_cos_sin, rotate
 from specjax.models.decoder.shared_math import NormSpec, cache_entries
-from specjax.models.decoder.transformer import Transformer
+from specjax.models.decoder.transformer import Transformer, functions
 
 __all__ = [
     "ContextWeights",
     "DFlashConfig",
-    "DFlashFunctions",
     "DFlashHead",
     "build_dflash",
-    "dflash_functions",
+    "init_dflash_cache",
+    "merge_dflash",
 ]
-
 
 _MAX_BLOCK = 256  # A cache has room for a block more than the text.
 
@@ -134,44 +133,6 @@ class _BlockDecoder(Transformer):
         return self.embedding[...][token_ids].astype(self.config.dtype)
 
 
-class DFlashHead(nnx.Module):
-    """The head as an NNX module; `dflash_functions` makes pure functions of it.
-
-    Args:
-      config: sizes and variants.
-      rngs: source of the initial weights; None gives zeros.
-    """
-
-    def __init__(self, config: DFlashConfig, rngs: nnx.Rngs | None) -> None:
-        self.config, layer = config, config.layer
-        # A table that is the target's has no size here: it is an argument of `dflash_functions`.
-        vocab_size = layer.vocab_size if config.has_embedding else 1
-        decoder = dataclasses.replace(layer, vocab_size=vocab_size, tie_word_embeddings=True)
-        self.decoder = _BlockDecoder(decoder, rngs)
-        self.fc = weight(rngs, layer, len(config.taps) * layer.hidden_size, layer.hidden_size)
-        self.hidden_norm = RMSNorm(layer, layer.hidden_size)
-        if config.has_lm_head:
-            self.head = weight(rngs, layer, config.draft_vocab_size, layer.hidden_size)
-
-
-class DFlashFunctions(NamedTuple):
-    """Pure functions of a head's parameters, and of the table [V, E] of its embeddings.
-
-    Attributes:
-      init_cache: `(batch_size, max_length) -> cache`, keys and values [B, G, S, D] of each layer.
-      context: `params -> ContextWeights`.
-      append: `(params, weights, features[B, T, A * E], positions[B, T], cache) -> cache` with the
-        keys and values of committed tokens.
-      apply: `(params, table, token_ids[B, T], positions[B, T], cache) -> (hidden[B, T, E], cache)`
-        of a block, which an lm_head reads.
-    """
-
-    init_cache: Any
-    context: Any
-    append: Any
-    apply: Any
-
-
 class ContextWeights(NamedTuple):
     """The weights of committed tokens' keys and values, for all layers at once.
 
@@ -186,45 +147,72 @@ class ContextWeights(NamedTuple):
     key_norm: jax.Array
 
 
-def _context_weights(layers: Any) -> ContextWeights:
-    attentions = [layer.attention for layer in layers]
-    first = attentions[0].num_heads * attentions[0].head_dim
-    bias = [each.qkv_bias[first:] for each in attentions if each.qkv_bias is not None]
-    return ContextWeights(
-        jnp.concatenate([each.qkv[:, first:] for each in attentions], axis=1),
-        jnp.concatenate(bias) if bias else None,
-        jnp.stack([each.key_norm.weight[...] for each in attentions]),
-    )
+class DFlashHead(nnx.Module):
+    """The head as an NNX module; `merge_dflash` gives it parameters.
 
+    Args:
+      config: sizes and variants.
+      rngs: source of the initial weights; None gives zeros.
+    """
 
-def _append(
-    implementation: str | Implementation | None,
-    head: DFlashHead,
-    weights: ContextWeights,
-    features: jax.Array,
-    positions: jax.Array,
-    cache: Any,
-) -> Any:
-    """Returns the cache with the keys and values of committed tokens, as `DFlashFunctions` says."""
-    layer = head.config.layer
-    groups, size = layer.num_key_value_heads, layer.head_dim
-    rows = run_product(features.astype(layer.dtype), head.fc[...], implementation)
-    rows = head.hidden_norm(rows)
-    if weights.bias is None:
-        y = run_product(rows, weights.matrix, implementation)
-    else:
-        y = linear(rows, weights.matrix, weights.bias)
-    heads = y.reshape(*positions.shape, len(cache), 2, groups, size)
-    keys, values = heads[:, :, :, 0], heads[:, :, :, 1]
-    norm = NormSpec(size, layer.rms_norm_eps, layer.norm_offset)
-    keys = rms_norm(keys, weights.key_norm[None, None, :, None], norm)
-    keys = keys.reshape(*positions.shape, len(cache) * groups, size)
-    keys = rotate(keys, rope_cos_sin(*layer.rope(0), size, positions))
-    entries = cache_entries(keys.reshape(values.shape), values)
-    return tuple(
-        write_entries(old, positions, tuple(entry[:, :, n] for entry in entries))
-        for n, old in enumerate(cache)
-    )
+    def __init__(self, config: DFlashConfig, rngs: nnx.Rngs | None) -> None:
+        self.config, layer = config, config.layer
+        # A table that is the target's has no size here: it is an argument of `merge_dflash`.
+        vocab_size = layer.vocab_size if config.has_embedding else 1
+        decoder = dataclasses.replace(layer, vocab_size=vocab_size, tie_word_embeddings=True)
+        self.decoder = _BlockDecoder(decoder, rngs)
+        self.fc = weight(rngs, layer, len(config.taps) * layer.hidden_size, layer.hidden_size)
+        self.hidden_norm = RMSNorm(layer, layer.hidden_size)
+        if config.has_lm_head:
+            self.head = weight(rngs, layer, config.draft_vocab_size, layer.hidden_size)
+
+    def context(self) -> ContextWeights:
+        """Returns the weights of committed tokens' keys and values."""
+        attentions: list[Any] = [layer.attention for layer in self.decoder.layers]
+        first = attentions[0].num_heads * attentions[0].head_dim
+        bias = [each.qkv_bias[first:] for each in attentions if each.qkv_bias is not None]
+        return ContextWeights(
+            jnp.concatenate([each.qkv[:, first:] for each in attentions], axis=1),
+            jnp.concatenate(bias) if bias else None,
+            jnp.stack([each.key_norm.weight[...] for each in attentions]),
+        )
+
+    def append(
+        self,
+        weights: ContextWeights,
+        features: jax.Array,
+        positions: jax.Array,
+        cache: Any,
+        implementation: str | Implementation | None = None,
+    ) -> Any:
+        """Returns the cache with the keys and values of committed tokens.
+
+        Args:
+          weights: as `context` returns them.
+          features: [B, T, A * E], the target's taps at these tokens.
+          positions: i32[B, T], -1 for no token.
+          cache: keys and values [B, G, S, D] of each layer.
+          implementation: of the products, as in `build`.
+        """
+        layer = self.config.layer
+        groups, size = layer.num_key_value_heads, layer.head_dim
+        rows = run_product(features.astype(layer.dtype), self.fc[...], implementation)
+        rows = self.hidden_norm(rows)
+        if weights.bias is None:
+            y = run_product(rows, weights.matrix, implementation)
+        else:
+            y = linear(rows, weights.matrix, weights.bias)
+        heads = y.reshape(*positions.shape, len(cache), 2, groups, size)
+        keys, values = heads[:, :, :, 0], heads[:, :, :, 1]
+        norm = NormSpec(size, layer.rms_norm_eps, layer.norm_offset)
+        keys = rms_norm(keys, weights.key_norm[None, None, :, None], norm)
+        keys = keys.reshape(*positions.shape, len(cache) * groups, size)
+        keys = rotate(keys, rope_cos_sin(*layer.rope(0), size, positions))
+        entries = cache_entries(keys.reshape(values.shape), values)
+        return tuple(
+            write_entries(old, positions, tuple(entry[:, :, n] for entry in entries))
+            for n, old in enumerate(cache)
+        )
 
 
 @functools.cache
@@ -232,46 +220,23 @@ def _graph(config: DFlashConfig) -> Any:
     return nnx.split(nnx.eval_shape(lambda: DFlashHead(config, None)))[0]
 
 
-@functools.cache
-def dflash_functions(
-    config: DFlashConfig, implementation: str | Implementation | None = None
-) -> DFlashFunctions:
-    """Returns the functions of a head; equal arguments give equal ones, and share compilations.
+def merge_dflash(config: DFlashConfig, params: Any, table: jax.Array | None = None) -> DFlashHead:
+    """Returns the head with these parameters; its `decoder` runs a block.
 
     Args:
       config: sizes and variants.
-      implementation: of products and layers, as in `build`.
+      params: as `build_dflash` returns them.
+      table: [V, E], of the embeddings; None where no token is embedded.
     """
-    layer = config.layer
+    table = jnp.zeros((1, config.layer.hidden_size), config.layer.dtype) if table is None else table
+    params = {**params, "decoder": {**params["decoder"], "embedding": table}}
+    head: DFlashHead = nnx.merge(_graph(config), nnx.State(params))
+    return head
 
-    def merge(params: Any, table: Any = None) -> DFlashHead:
-        table = jnp.zeros((1, layer.hidden_size), layer.dtype) if table is None else table
-        params = {**params, "decoder": {**params["decoder"], "embedding": table}}
-        head: DFlashHead = nnx.merge(_graph(config), nnx.State(params))
-        return head
 
-    def init_cache(batch_size: int, max_length: int) -> Any:
-        # Room for a block after the last token.
-        slots = max_length + config.block_size
-        shape = (batch_size, layer.num_key_value_heads, slots, layer.head_dim)
-        layers = range(layer.num_hidden_layers)
-        return tuple((jnp.zeros(shape, layer.dtype), jnp.zeros(shape, layer.dtype)) for _ in layers)
-
-    def append(params: Any, *operands: Any) -> Any:
-        return _append(implementation, merge(params), *operands)
-
-    def apply(
-        params: Any, table: jax.Array, token_ids: jax.Array, positions: jax.Array, cache: Any
-    ) -> tuple[jax.Array, Any]:
-        hidden, cache = merge(params, table).decoder(token_ids, positions, cache, implementation)
-        return hidden, cache
-
-    return DFlashFunctions(
-        init_cache,
-        lambda params: _context_weights(merge(params).decoder.layers),
-        append,
-        apply,
-    )
+def init_dflash_cache(config: DFlashConfig, batch_size: int, max_length: int) -> Any:
+    """Returns empty keys and values of each layer, with room for a block after the last token."""
+    return functions(config.layer)[0](batch_size, max_length + config.block_size)
 
 
 def build_dflash(config: DFlashConfig, seed: int = 0) -> Any:

@@ -8,8 +8,9 @@ Axes: `B` requests, `T` tokens, `K` drafted tokens, `E` hidden of the target, `H
 head, `V_d` draft vocabulary.
 """
 
+import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -20,8 +21,9 @@ from specjax.decode.propose import DraftInputs, propose_step
 from specjax.devices.placement import replicate
 from specjax.implementation import Implementation
 from specjax.models.decoder.layers import table_logits
-from specjax.models.heads.dflash import DFlashConfig, DFlashFunctions, dflash_functions
-from specjax.models.heads.eagle3 import Eagle3Config, Eagle3Functions, eagle3_functions
+from specjax.models.decoder.transformer import functions
+from specjax.models.heads.dflash import DFlashConfig, init_dflash_cache, merge_dflash
+from specjax.models.heads.eagle3 import Eagle3Config, merge_eagle3
 from specjax.models.heads.head_target import HeadConfig, HeadTarget, head_target
 from specjax.models.heads.sample_block import sample_block
 from specjax.types import Draft, Model
@@ -68,9 +70,9 @@ def eagle3_drafter(
     References:
       Li et al., 2025, arXiv:2503.01840: EAGLE-3.
     """
-    functions = _eagle3_functions(config, head_target(target, config), implementation)
+    steps = _functions(_Eagle3, config, head_target(target, config), implementation)
     parts = _drafter_params(target, config, params)
-    return Drafter(parts, *functions, reads_features=True, taps=config.taps)
+    return Drafter(parts, *steps, reads_features=True, taps=config.taps)
 
 
 def dflash_drafter(
@@ -116,10 +118,10 @@ def dflash_drafter(
     References:
       Chen et al., 2026, arXiv:2602.06036: DFlash.
     """
-    functions = _dflash_functions(config, head_target(target, config), implementation)
+    steps = _functions(_DFlash, config, head_target(target, config), implementation)
     parts = _drafter_params(target, config, params)
-    parts["context"] = dflash_functions(config, implementation).context(parts["head"])
-    return Drafter(parts, *functions, reads_features=True, taps=config.taps)
+    parts["context"] = merge_dflash(config, parts["head"]).context()
+    return Drafter(parts, *steps, reads_features=True, taps=config.taps)
 
 
 def _drafter_params(target: Model, head: HeadConfig, params: Any) -> dict[str, Any]:
@@ -131,41 +133,60 @@ def _drafter_params(target: Model, head: HeadConfig, params: Any) -> dict[str, A
     return parts | {"head": params}
 
 
-def _sampling_options(target: HeadTarget, params: Any, **options: Any) -> dict[str, Any]:
-    """Returns options of `propose_step` or `sample_block`, with the draft's vocabulary."""
-    if "token_map" in params:
-        options |= {"token_map": params["token_map"], "vocab_size": target.vocab_size}
-    return options | {"placement": target.placement}
-
-
 def _last_tokens(token_ids: jax.Array, positions: jax.Array) -> jax.Array:
     """Returns the last committed token i32[B, 1] of each request."""
     index = jnp.clip(positions - 1, 0, token_ids.shape[1] - 1)
     return jnp.take_along_axis(token_ids, index[:, None], axis=1)
 
 
-def _table(head: HeadConfig, params: Any) -> jax.Array:
-    """Returns the table of embeddings, the target's if the head has none."""
-    if not head.has_embedding:
-        return params["target"]["embedding"]
-    return params["head"].get("decoder", params["head"])["embedding"]
+@functools.lru_cache(maxsize=64)
+def _functions(kind: Any, *given: Any) -> tuple[Any, Any, Any]:
+    """Returns the functions of a drafter; equal ones for equal heads, to share programs."""
+    drafter = kind(*given)
+    return drafter.init, drafter.extend, drafter.propose
 
 
-def _embed(head: HeadConfig, target: HeadTarget, params: Any, token_ids: jax.Array) -> jax.Array:
-    """Returns the embeddings [B, T, H] of tokens."""
-    table = _table(head, params)
-    return table[token_ids] if head.has_embedding else target.embed(table, token_ids)
+_Config = TypeVar("_Config", Eagle3Config, DFlashConfig)
 
 
-def _logits(
-    head: HeadConfig, target: HeadTarget, params: Any, rows: jax.Array, dtype: Any
-) -> jax.Array:
-    """Returns draft logits [..., V_d] of rows [..., H], by the head's or the target's lm_head."""
-    if head.has_lm_head:
-        return table_logits(params["head"]["head"], rows)
-    # In the target's dtype: a wider one would cast the whole table.
-    logits: jax.Array = target.logits(params["target"], rows.astype(dtype))
-    return logits
+@dataclasses.dataclass(frozen=True)
+class _HeadDrafter(Generic[_Config]):
+    """Parts of the functions of a drafter that runs a head of any kind.
+
+    Attributes:
+      head: configuration of the head.
+      target: the parts of its target that it uses.
+      implementation: of the head's products and layers.
+    """
+
+    head: _Config
+    target: HeadTarget
+    implementation: str | Implementation | None
+
+    def _sampling_options(self, params: Any, **options: Any) -> dict[str, Any]:
+        """Returns options of `propose_step` or `sample_block`, with the draft's vocabulary."""
+        if "token_map" in params:
+            options |= {"token_map": params["token_map"], "vocab_size": self.target.vocab_size}
+        return options | {"placement": self.target.placement}
+
+    def _table(self, params: Any) -> jax.Array:
+        """Returns the table of embeddings, the target's if the head has none."""
+        if not self.head.has_embedding:
+            return params["target"]["embedding"]
+        return params["head"].get("decoder", params["head"])["embedding"]
+
+    def _embed(self, params: Any, token_ids: jax.Array) -> jax.Array:
+        """Returns the embeddings [B, T, H] of tokens."""
+        table = self._table(params)
+        return table[token_ids] if self.head.has_embedding else self.target.embed(table, token_ids)
+
+    def _logits(self, params: Any, rows: jax.Array, dtype: Any) -> jax.Array:
+        """Returns draft logits [..., V_d] of rows [..., H], by the lm_head of either."""
+        if self.head.has_lm_head:
+            return table_logits(params["head"]["head"], rows)
+        # In the target's dtype: a wider one would cast the whole table.
+        logits: jax.Array = self.target.logits(params["target"], rows.astype(dtype))
+        return logits
 
 
 class _Eagle3State(NamedTuple):
@@ -175,150 +196,157 @@ class _Eagle3State(NamedTuple):
     last: jax.Array
 
 
-@functools.lru_cache(maxsize=64)
-def _eagle3_functions(
-    head: Eagle3Config, target: HeadTarget, implementation: str | Implementation | None
-) -> tuple[Any, Any, Any]:
-    """Returns the functions of a drafter; equal ones for equal heads, to share programs."""
-    functions = eagle3_functions(head, implementation)
-    functions = functions._replace(
-        fuse=target.on_each_device(functions.fuse), apply=target.on_each_device(functions.apply)
-    )
+class _Eagle3(_HeadDrafter[Eagle3Config]):
+    """The functions of a drafter that runs an EAGLE-3 head."""
 
-    def init(params: Any, batch_size: int, max_length: int) -> _Eagle3State:
-        last = jnp.zeros((batch_size, head.layer.hidden_size), head.layer.dtype)
-        return _Eagle3State(functions.init_cache(batch_size, max_length), last)
+    def init(self, params: Any, batch_size: int, max_length: int) -> _Eagle3State:
+        """Implements `Drafter.init`."""
+        layer = self.head.layer
+        (cache,) = functions(layer)[0](batch_size, max_length)
+        return _Eagle3State(cache, jnp.zeros((batch_size, layer.hidden_size), layer.dtype))
+
+    def _fuse(self, params: Any, features: jax.Array) -> jax.Array:
+        """Returns the states [B, T, H] of the target's taps."""
+        return merge_eagle3(self.head, params).fuse(features, self.implementation)
+
+    def _run(
+        self, params: Any, tokens: jax.Array, states: jax.Array, positions: jax.Array, cache: Any
+    ) -> tuple[jax.Array, Any]:
+        """Returns the head's outputs [B, T, H], and its cache."""
+        head = merge_eagle3(self.head, params)
+        return head(tokens, states, positions, cache, self.implementation)
 
     def extend(
-        params: Any, state: _Eagle3State, token_ids: jax.Array, positions: jax.Array, features: Any
+        self,
+        params: Any,
+        state: _Eagle3State,
+        token_ids: jax.Array,
+        positions: jax.Array,
+        features: Any,
     ) -> _Eagle3State:
-        states = functions.fuse(params["head"], features)
+        """Implements `Drafter.extend`: writes the pairs of committed tokens."""
+        on_each_device = self.target.on_each_device
+        run, fuse = on_each_device(self._run), on_each_device(self._fuse)
+        states = fuse(params["head"], features)
         before = jnp.concatenate([state.last[:, None], states[:, :-1]], axis=1)
         # A token at position 0 makes no pair: it gets position -1.
         pairs = jnp.maximum(positions - 1, -1)
-        tokens = _embed(head, target, params, token_ids)
-        _, cache = functions.apply(params["head"], tokens, before, pairs, state.cache)
+        tokens = self._embed(params, token_ids)
+        _, cache = run(params["head"], tokens, before, pairs, state.cache)
         # In every request padding follows the tokens.
         num_read = jnp.sum(positions >= 0, axis=1, dtype=jnp.int32)
         last = jnp.take_along_axis(states, jnp.maximum(num_read - 1, 0)[:, None, None], axis=1)
         return _Eagle3State(cache, jnp.where(num_read[:, None] > 0, last[:, 0], state.last))
 
-    return init, extend, functools.partial(_draft_tokens, head, functions, target)
+    def propose(
+        self,
+        params: Any,
+        state: _Eagle3State,
+        token_ids: jax.Array,
+        hidden: jax.Array,
+        inputs: DraftInputs,
+        **options: Any,
+    ) -> tuple[Draft, Any]:
+        """Implements `Drafter.propose`: runs the head over its own outputs."""
+        num_tokens, scale = inputs.num_tokens, self.head.logit_scale
+        run = self.target.on_each_device(self._run)
+        assert num_tokens is not None
+
+        def step(carry: Any, token: jax.Array, position: jax.Array) -> tuple[jax.Array, Any]:
+            cache, last = carry
+            pairs = jnp.where(num_tokens >= 0, position - 1, -1)[:, None]
+            tokens = self._embed(params, token[:, None])
+            outputs, cache = run(params["head"], tokens, last[:, None], pairs, cache)
+            last = outputs[:, 0]
+            rows = merge_eagle3(self.head, params["head"]).decode(last)
+            logits = self._logits(params, rows, hidden.dtype)
+            return logits if scale == 1.0 else logits * scale, (cache, last)
+
+        drafts, (cache, _) = propose_step(
+            step,
+            (state.cache, state.last),
+            _last_tokens(token_ids, inputs.positions)[:, 0],
+            inputs,
+            **self._sampling_options(params, **options),
+        )
+        return drafts, state._replace(cache=cache)
 
 
-def _draft_tokens(
-    head: Eagle3Config,
-    functions: Eagle3Functions,
-    target: HeadTarget,
-    params: Any,
-    state: _Eagle3State,
-    token_ids: jax.Array,
-    hidden: jax.Array,
-    inputs: DraftInputs,
-    **options: Any,
-) -> tuple[Draft, Any]:
-    """Implements `Drafter.propose`: runs an EAGLE-3 head over its own outputs."""
-    num_tokens = inputs.num_tokens
-    assert num_tokens is not None
+class _DFlash(_HeadDrafter[DFlashConfig]):
+    """The functions of a drafter that runs a DFlash head."""
 
-    def step(carry: Any, token: jax.Array, position: jax.Array) -> tuple[jax.Array, Any]:
-        cache, last = carry
-        pairs = jnp.where(num_tokens >= 0, position - 1, -1)[:, None]
-        tokens = _embed(head, target, params, token[:, None])
-        outputs, cache = functions.apply(params["head"], tokens, last[:, None], pairs, cache)
-        last = outputs[:, 0]
-        rows = functions.decode(params["head"], last)
-        logits = _logits(head, target, params, rows, hidden.dtype)
-        return logits if head.logit_scale == 1.0 else logits * head.logit_scale, (cache, last)
-
-    drafts, (cache, _) = propose_step(
-        step,
-        (state.cache, state.last),
-        _last_tokens(token_ids, inputs.positions)[:, 0],
-        inputs,
-        **_sampling_options(target, params, **options),
-    )
-    return drafts, state._replace(cache=cache)
-
-
-@functools.lru_cache(maxsize=64)
-def _dflash_functions(
-    head: DFlashConfig, target: HeadTarget, implementation: str | Implementation | None
-) -> tuple[Any, Any, Any]:
-    """Returns the functions of a drafter; equal ones for equal heads, to share programs."""
-    functions = dflash_functions(head, implementation)
-    append = target.on_each_device(lambda params, *arrays: functions.append(*params, *arrays))
-
-    def init(params: Any, batch_size: int, max_length: int) -> Any:
-        return functions.init_cache(batch_size, max_length)
+    def init(self, params: Any, batch_size: int, max_length: int) -> Any:
+        """Implements `Drafter.init`."""
+        return init_dflash_cache(self.head, batch_size, max_length)
 
     def extend(
-        params: Any, cache: Any, token_ids: jax.Array, positions: jax.Array, features: Any
+        self, params: Any, cache: Any, token_ids: jax.Array, positions: jax.Array, features: Any
     ) -> Any:
+        """Implements `Drafter.extend`: appends the keys and values of committed tokens."""
         weights = params["head"], params["context"]
+        append = self.target.on_each_device(self._append)
         return append(weights, features, positions, cache)
 
-    return init, extend, functools.partial(_draft_block, head, functions, target)
+    def _append(
+        self, weights: tuple[Any, Any], features: jax.Array, positions: jax.Array, cache: Any
+    ) -> Any:
+        params, context = weights
+        head = merge_dflash(self.head, params)
+        return head.append(context, features, positions, cache, self.implementation)
 
-
-def _draft_block(
-    head: DFlashConfig,
-    functions: DFlashFunctions,
-    target: HeadTarget,
-    params: Any,
-    cache: Any,
-    token_ids: jax.Array,
-    hidden: jax.Array,
-    inputs: DraftInputs,
-    *,
-    config: SpeculativeConfig,
-    **options: Any,
-) -> tuple[Draft, Any]:
-    """Implements `Drafter.propose`: runs a DFlash head over one block."""
-    positions, num_tokens = inputs.positions, inputs.num_tokens
-    assert num_tokens is not None
-    k = config.num_speculative_tokens
-    if k > head.max_speculative_tokens:
-        raise ValueError(
-            f"num_speculative_tokens is {k}; the DFlash head drafts blocks of "
-            f"{head.max_speculative_tokens} tokens, so it needs to be at most that."
+    def propose(
+        self,
+        params: Any,
+        cache: Any,
+        token_ids: jax.Array,
+        hidden: jax.Array,
+        inputs: DraftInputs,
+        *,
+        config: SpeculativeConfig,
+        **options: Any,
+    ) -> tuple[Draft, Any]:
+        """Implements `Drafter.propose`: runs the head over one block."""
+        head, positions, num_tokens = self.head, inputs.positions, inputs.num_tokens
+        assert num_tokens is not None
+        k = config.num_speculative_tokens
+        if k > head.max_speculative_tokens:
+            raise ValueError(
+                f"num_speculative_tokens is {k}; the DFlash head drafts blocks of "
+                f"{head.max_speculative_tokens} tokens, so it needs to be at most that."
+            )
+        last_token = _last_tokens(token_ids, positions)
+        masks = jnp.full((len(positions), head.block_size - 1), head.mask_token_id, jnp.int32)
+        place = positions[:, None] - 1 + jnp.arange(head.block_size, dtype=jnp.int32)[None]
+        place = jnp.where(num_tokens[:, None] >= 0, place, -1)
+        ids = jnp.concatenate([last_token, masks], axis=1)
+        states, cache = self._run_block(params, ids, place, cache)
+        first = 0 if head.sample_from_anchor else 1
+        drafts = sample_block(
+            self._logits(params, states[:, first : first + k], hidden.dtype),
+            inputs,
+            config=config,
+            **self._sampling_options(params, **options),
         )
-    last_token = _last_tokens(token_ids, positions)
-    masks = jnp.full((len(positions), head.block_size - 1), head.mask_token_id, jnp.int32)
-    place = positions[:, None] - 1 + jnp.arange(head.block_size, dtype=jnp.int32)[None]
-    place = jnp.where(num_tokens[:, None] >= 0, place, -1)
-    ids = jnp.concatenate([last_token, masks], axis=1)
-    states, cache = _run_block(head, functions, target, params, ids, place, cache)
-    first = 0 if head.sample_from_anchor else 1
-    drafts = sample_block(
-        _logits(head, target, params, states[:, first : first + k], hidden.dtype),
-        inputs,
-        config=config,
-        **_sampling_options(target, params, **options),
-    )
-    return drafts, cache
+        return drafts, cache
 
+    def _run_block(
+        self, params: Any, token_ids: jax.Array, positions: jax.Array, cache: Any
+    ) -> Any:
+        """Returns hidden states [B, T, E] of a block, and the cache."""
 
-def _run_block(
-    head: DFlashConfig,
-    functions: DFlashFunctions,
-    target: HeadTarget,
-    params: Any,
-    token_ids: jax.Array,
-    positions: jax.Array,
-    cache: Any,
-) -> tuple[jax.Array, Any]:
-    """Returns hidden states [B, T, E] of a block, and the cache."""
-    if target.placement is None:
-        table = _table(head, params)
-        states, cache = functions.apply(params["head"], table, token_ids, positions, cache)
-        return states, cache
-    rows = _embed(head, target, params, token_ids)
+        def run(
+            params: Any, table: jax.Array, ids: jax.Array, positions: jax.Array, cache: Any
+        ) -> Any:
+            decoder = merge_dflash(self.head, params, table).decoder
+            return decoder(ids, positions, cache, self.implementation)
 
-    def on_device(params: Any, rows: jax.Array, positions: jax.Array, cache: Any) -> Any:
-        # The block's own rows are the table.
-        ids = jnp.arange(positions.size, dtype=jnp.int32).reshape(positions.shape)
-        return functions.apply(params, rows.reshape(-1, rows.shape[-1]), ids, positions, cache)
+        if self.target.placement is None:
+            return run(params["head"], self._table(params), token_ids, positions, cache)
 
-    states, cache = target.on_each_device(on_device)(params["head"], rows, positions, cache)
-    return states, cache
+        def on_device(params: Any, rows: jax.Array, positions: jax.Array, cache: Any) -> Any:
+            # The block's own rows are the table.
+            ids = jnp.arange(positions.size, dtype=jnp.int32).reshape(positions.shape)
+            return run(params, rows.reshape(-1, rows.shape[-1]), ids, positions, cache)
+
+        rows = self._embed(params, token_ids)
+        return self.target.on_each_device(on_device)(params["head"], rows, positions, cache)

@@ -17,7 +17,7 @@ References:
 
 import dataclasses
 import functools
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -31,10 +31,9 @@ from specjax.models.decoder.rope import rope_cos_sin, rotate
 
 __all__ = [
     "Eagle3Config",
-    "Eagle3Functions",
     "Eagle3Head",
     "build_eagle3",
-    "eagle3_functions",
+    "merge_eagle3",
     "unrolled_eagle3",
 ]
 
@@ -101,7 +100,7 @@ class Eagle3Config:
 
 
 class Eagle3Head(nnx.Module):
-    """The head as an NNX module; `eagle3_functions` makes pure functions of it.
+    """The head as an NNX module; `merge_eagle3` gives it parameters.
 
     Args:
       config: sizes and variants.
@@ -171,13 +170,13 @@ class Eagle3Head(nnx.Module):
         """Returns outputs [B, T, H], the states of drafted tokens, and the cache.
 
         Args:
-          tokens: [B, T, H], embeddings.
+          tokens: [B, T, H], embeddings, of any floating dtype.
           states: [B, T, H], g of the tokens before them.
           positions: i32[B, T], of the tokens before them; -1 is no pair.
           cache: keys and values, two [B, G, S, D].
           implementation: of the layer, as in `build`.
         """
-        rows, x = self.layer_input(tokens, states)
+        rows, x = self.layer_input(tokens.astype(self.config.layer.dtype), states)
         cos_sin = rope_cos_sin(*self.layer.rope, self.config.layer.head_dim, positions)
         x, cache = run_layer(self.layer, x, cos_sin, positions, cache, implementation, rows)
         return self.norm(x) if self.config.norm_output else x, cache
@@ -187,60 +186,20 @@ class Eagle3Head(nnx.Module):
         return outputs if self.config.norm_output else self.norm(outputs)
 
 
-class Eagle3Functions(NamedTuple):
-    """Pure functions of a head's parameters.
-
-    Attributes:
-      init_cache: `(batch_size, max_length) -> cache`.
-      fuse: `(params, features[B, T, A * E]) -> states[B, T, H]`.
-      apply: `(params, tokens[B, T, H], states, positions[B, T], cache) -> (outputs, cache)`.
-      decode: `(params, outputs[B, H]) -> hidden[B, H]`, which an lm_head reads.
-    """
-
-    init_cache: Any
-    fuse: Any
-    apply: Any
-    decode: Any
-
-
 @functools.cache
 def _graph(config: Eagle3Config) -> Any:
     return nnx.split(nnx.eval_shape(lambda: Eagle3Head(config, None)))[0]
 
 
-def _merge(config: Eagle3Config, params: Any) -> Eagle3Head:
-    head: Eagle3Head = nnx.merge(_graph(config), nnx.State(params))
-    return head
-
-
-@functools.cache
-def eagle3_functions(
-    config: Eagle3Config, implementation: str | Implementation | None = None
-) -> Eagle3Functions:
-    """Returns the functions of a head; equal arguments give equal ones, and share compilations.
+def merge_eagle3(config: Eagle3Config, params: Any) -> Eagle3Head:
+    """Returns the head with these parameters.
 
     Args:
       config: sizes and variants.
-      implementation: of the layer and of `fc`, as in `build`.
+      params: as `build_eagle3` returns them.
     """
-
-    def init_cache(batch_size: int, max_length: int) -> Any:
-        layer = config.layer
-        shape = (batch_size, layer.num_key_value_heads, max_length, layer.head_dim)
-        return jnp.zeros(shape, layer.dtype), jnp.zeros(shape, layer.dtype)
-
-    def apply(
-        params: Any, tokens: jax.Array, states: jax.Array, positions: jax.Array, cache: Any
-    ) -> tuple[jax.Array, Any]:
-        tokens = tokens.astype(config.layer.dtype)
-        return _merge(config, params)(tokens, states, positions, cache, implementation)
-
-    return Eagle3Functions(
-        init_cache,
-        lambda params, features: _merge(config, params).fuse(features, implementation),
-        apply,
-        lambda params, outputs: _merge(config, params).decode(outputs),
-    )
+    head: Eagle3Head = nnx.merge(_graph(config), nnx.State(params))
+    return head
 
 
 def build_eagle3(config: Eagle3Config, seed: int = 0) -> Any:
@@ -288,7 +247,7 @@ def unrolled_eagle3(
       >>> unrolled_eagle3(config, build_eagle3(config), tokens, features, num_steps=3).shape
       (3, 1, 5, 16)
     """
-    head = _merge(config, params)
+    head = merge_eagle3(config, params)
     length = tokens.shape[1]
     place = jnp.arange(length, dtype=jnp.int32)[None]
     state = jnp.pad(head.fuse(features, "xla"), ((0, 0), (1, 0), (0, 0)))[:, :length]

@@ -82,8 +82,8 @@ MUTATIONS = (
         "fc reads taps in another order than it was trained with",
     ),
     Mutation(
-        f"{_HEADS}drafters._draft_tokens.step",
-        "logits if head.logit_scale == 1.0 else logits * head.logit_scale",
+        f"{_HEADS}drafters._Eagle3.propose.step",
+        "logits if scale == 1.0 else logits * scale",
         "logits",
         eagle3("test_a_head_drafts_from_what_the_formulas_say[fc_norm]"),
         "q is that of another temperature",

@@ -15,13 +15,13 @@ from .tests import (
 __all__ = ["MUTATIONS"]
 
 _HEADS = "specjax.models.heads."
-_EXTEND = f"{_HEADS}drafters._eagle3_functions.extend"
+_EXTEND = f"{_HEADS}drafters._Eagle3.extend"
 _FORMULAS = "test_a_head_drafts_from_what_the_formulas_say"
 _OVERLAP = embedded_eagle3("test_acceptance_of_generate_is_the_overlap_at_every_position_of_a_step")
 _LLAMA = eagle3(f"{_FORMULAS}[llama]")
 _BLOCK = dflash("test_a_block_is_drafted_from_what_the_formulas_say[z-lab-4]")
 _ONE_CALL = "test_a_block_is_drawn_at_once_as_it_is_one_by_one"
-_DFLASH = f"{_HEADS}drafters._draft_block"
+_DFLASH = f"{_HEADS}drafters._DFlash.propose"
 _APPENDED = "features, positions, cache)"
 
 MUTATIONS = (
@@ -34,9 +34,8 @@ MUTATIONS = (
     ),
     Mutation(
         _EXTEND,
-        'functions.apply(params["head"], tokens, before, pairs, state.cache)',
-        'functions.apply(params["head"], tokens, before, '
-        "jnp.where(pairs < 6, pairs, -1), state.cache)",
+        'run(params["head"], tokens, before, pairs, state.cache)',
+        'run(params["head"], tokens, before, jnp.where(pairs < 6, pairs, -1), state.cache)',
         _LLAMA,
         "the cache of committed tokens is kept from drafting",
     ),
@@ -48,7 +47,7 @@ MUTATIONS = (
         "the last state is that of padding",
     ),
     Mutation(
-        f"{_HEADS}drafters._draft_tokens.step",
+        f"{_HEADS}drafters._Eagle3.propose.step",
         "(cache, last)",
         "(cache, carry[1])",
         _LLAMA,
@@ -97,21 +96,21 @@ MUTATIONS = (
         "a prefix of names is kept",
     ),
     Mutation(
-        f"{_HEADS}drafters._sampling_options",
+        f"{_HEADS}drafters._HeadDrafter._sampling_options",
         '"token_map": params["token_map"]',
-        '"token_map": jnp.sort(params["token_map"] + 1) % target.vocab_size',
+        '"token_map": jnp.sort(params["token_map"] + 1) % self.target.vocab_size',
         eagle3("test_drafts_are_accepted_as_often_as_the_target_and_the_head_overlap"),
         "draft tokens are those next to their own",
     ),
     Mutation(
-        f"{_HEADS}drafters._dflash_functions.extend",
+        f"{_HEADS}drafters._DFlash.extend",
         _APPENDED,
         "features, jnp.where(positions < 6, positions, -1), cache)",
         _BLOCK,
         "keys and values of a block are kept for the tokens that were committed",
     ),
     Mutation(
-        f"{_HEADS}drafters._dflash_functions.extend",
+        f"{_HEADS}drafters._DFlash.extend",
         _APPENDED,
         "features, positions + (positions >= 0), cache)",
         dflash("test_drafts_are_accepted_as_often_as_the_target_and_the_head_overlap"),
@@ -139,14 +138,14 @@ MUTATIONS = (
         "rows of a block attend to those before them alone",
     ),
     Mutation(
-        f"{_HEADS}dflash._append",
-        "head.hidden_norm(rows)",
+        f"{_HEADS}dflash.DFlashHead.append",
+        "self.hidden_norm(rows)",
         "rows",
         _BLOCK,
         "features are not normed",
     ),
     Mutation(
-        f"{_HEADS}dflash.dflash_functions.init_cache",
+        f"{_HEADS}dflash.init_dflash_cache",
         "max_length + config.block_size",
         "max_length",
         dflash("test_a_block_beyond_the_buffer_drafts_what_it_would_in_a_larger_one"),
@@ -212,13 +211,13 @@ MUTATIONS = (
     ),
     Mutation(
         _EXTEND,
-        'functions.fuse(params["head"], features)',
-        'functions.fuse(params["head"], jnp.roll(features, 1, axis=1))',
+        'fuse(params["head"], features)',
+        'fuse(params["head"], jnp.roll(features, 1, axis=1))',
         _OVERLAP,
         "features are those of the position before",
     ),
     Mutation(
-        f"{_HEADS}drafters._sampling_options",
+        f"{_HEADS}drafters._HeadDrafter._sampling_options",
         '"token_map": params["token_map"]',
         '"token_map": jnp.arange(len(params["token_map"]), dtype=jnp.int32)',
         _OVERLAP,
