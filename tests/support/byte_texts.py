@@ -2,14 +2,13 @@
 
 from specjax.contrib.grammars.byte_automaton import byte_automaton
 from specjax.contrib.grammars.json_schema import schema_pattern
-from specjax.contrib.grammars.schema_references import inline_references
 
 __all__ = ["accepts", "automaton_of"]
 
 
 def automaton_of(schema):
     """The automaton of a schema's texts."""
-    return byte_automaton(schema_pattern(inline_references(schema), "the schema"))
+    return byte_automaton(schema_pattern(schema))
 
 
 def accepts(automaton, text):

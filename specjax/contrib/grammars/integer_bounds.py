@@ -1,52 +1,36 @@
 """Patterns of the decimal integers with a lower bound, an upper bound, or both."""
 
+import math
+
 from specjax.contrib.grammars import byte_pattern as bp
 from specjax.contrib.grammars.byte_pattern import Pattern, byte_range, literal
 
-__all__ = ["at_least", "at_most", "between"]
+__all__ = ["integers"]
 
 _DIGIT = byte_range((0x30, 0x39))
 _FIRST = byte_range((0x31, 0x39))
-_NATURAL = bp.Choice((literal(b"0"), bp.Sequence((_FIRST, bp.Repeat(_DIGIT)))))
 
 
-def at_least(number: int) -> Pattern:
-    """Returns a pattern of the integers >= a number."""
-    if number <= 0:
-        below = () if number == 0 else (_negative(_positive(1, -number)),)
-        return bp.Choice((_NATURAL, *below))
-    longer = bp.Sequence((_FIRST, bp.Repeat(_DIGIT, len(str(number)))))
-    return bp.Choice((longer, _compared(str(number), above=True)))
-
-
-def at_most(number: int) -> Pattern:
-    """Returns a pattern of the integers <= a number."""
-    negative = _negative(bp.Sequence((_FIRST, bp.Repeat(_DIGIT))))
-    if number < 0:
-        return _negative(at_least(-number))
-    zero = literal(b"0")
-    return bp.Choice((negative, zero, *(() if number == 0 else (_positive(1, number),))))
-
-
-def between(low: int, high: int) -> Pattern:
-    """Returns a pattern of the integers low, ..., high."""
-    options = []
-    if low < 0:
-        options.append(_negative(_positive(max(1, -high), -low)))
-    if low <= 0 <= high:
+def integers(low: int | None, high: int | None) -> Pattern:
+    """Returns a pattern of the integers low, ..., high; None is no bound."""
+    least, most = -math.inf if low is None else low, math.inf if high is None else high
+    options: list[Pattern] = []
+    if least < 0:
+        options.append(bp.Sequence((literal(b"-"), _positive(max(1, -most), -least))))
+    if least <= 0 <= most:
         options.append(literal(b"0"))
-    if high > 0:
-        options.append(_positive(max(1, low), high))
+    if most > 0:
+        options.append(_positive(max(1, least), most))
     return bp.Choice(tuple(options))
 
 
-def _negative(pattern: Pattern) -> Pattern:
-    return bp.Sequence((literal(b"-"), pattern))
-
-
-def _positive(low: int, high: int) -> Pattern:
+def _positive(low: float, high: float) -> Pattern:
     """Returns a pattern of low, ..., high, the first of which is at least 1."""
     first, last = str(low), str(high)
+    if high == math.inf:
+        num_more = 0 if low == 1 else len(first)
+        longer = bp.Sequence((_FIRST, bp.Repeat(_DIGIT, num_more)))
+        return bp.Choice((longer, _compared(first, above=True))) if num_more else longer
     if len(first) < len(last):
         middle = bp.Sequence((_FIRST, bp.Repeat(_DIGIT, len(first), len(last) - 2)))
         between_lengths = (middle,) if len(first) < len(last) - 1 else ()

@@ -1,14 +1,13 @@
 """`json_schema_grammar`: the grammar of compact JSON texts of a schema."""
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from specjax.contrib.grammars import byte_pattern as bp
 from specjax.contrib.grammars.byte_automaton import byte_automaton
 from specjax.contrib.grammars.byte_pattern import Pattern, byte_range, literal, optional
-from specjax.contrib.grammars.integer_bounds import at_least, at_most, between
-from specjax.contrib.grammars.schema_references import inline_references
+from specjax.contrib.grammars.integer_bounds import integers
 from specjax.contrib.grammars.token_automaton import max_states, token_automaton
 from specjax.file_io import quote
 from specjax.processing.grammar import Grammar
@@ -24,6 +23,15 @@ _KEYWORDS = {
     "boolean": (),
     "null": (),
 }
+_DEFINITIONS = ("$defs", "definitions")
+# What says nothing about a text, in any draft of JSON schema; so do keywords that begin with "x-".
+_NOTES = {
+    *("title", "description", "default", "examples", "example", "$schema", "$id", "id", "$comment"),
+    *("deprecated", "readonly", "readOnly", "writeOnly"),
+}
+_MAX_LEVELS = 64
+# A schema counts eight, and each character of its names and values one.
+_MAX_PARTS = 8 * 65536
 _CLASSES: dict[str, Any] = {"object": Mapping, "array": list, "string": str, "number": (int, float)}
 _MAX_DIGITS = 40
 _DIGIT = byte_range((0x30, 0x39))
@@ -71,42 +79,187 @@ def json_schema_grammar(
       Willard and Louf, 2023, arXiv:2307.09702.
     """
     try:
-        pattern = schema_pattern(inline_references(schema), "the schema")
+        pattern = schema_pattern(schema)
         automaton = byte_automaton(pattern, max_states(len(vocabulary)))
     except RecursionError:
         raise ValueError("the schema is nested too deeply; it needs fewer levels.") from None
     return token_automaton(automaton, vocabulary, eos_token_ids)
 
 
-def schema_pattern(schema: Any, name: str) -> Pattern:
+def schema_pattern(schema: Any) -> Pattern:
     """Returns the pattern of the compact JSON texts that a schema accepts.
 
     Args:
-      schema: a mapping, as `inline_references` returns it.
-      name: of the schema, for errors.
+      schema: as in `json_schema_grammar`.
 
     Raises:
-      ValueError: for an unsupported keyword or value.
+      ValueError: for an unsupported keyword or value, for a reference to nothing or to itself, or
+        for other keywords next to one. Or if schemas are nested in more than 64 levels, or are too
+        many or too long. Each is counted at every reference.
     """
-    if not isinstance(schema, Mapping):
-        raise ValueError(
-            f"{name} is {quote(schema)}; it needs an object of JSON schema's keywords."
+    definitions: dict[str, Any] = {}
+    if isinstance(schema, Mapping):
+        for place in _DEFINITIONS:
+            named = schema[place].items() if isinstance(schema.get(place), Mapping) else ()
+            definitions |= {f"#/{place}/{name}": value for name, value in named}
+        schema = {key: value for key, value in schema.items() if key not in _DEFINITIONS}
+    return _Schemas(definitions).read(schema, "the schema")
+
+
+class _Schemas:
+    """Reads schemas into patterns; counts levels and parts, before a pattern is made of them.
+
+    Args:
+      definitions: by the references that name them.
+    """
+
+    def __init__(self, definitions: Mapping[str, Any]) -> None:
+        self._definitions = definitions
+        self._inside: list[str] = []
+        self._num_levels = self._num_parts = 0
+
+    def read(self, schema: Any, name: str) -> Pattern:
+        """Returns the pattern of a schema, or of the definition that it refers to.
+
+        Args:
+          schema: a mapping.
+          name: of the schema, for errors.
+        """
+        if not isinstance(schema, Mapping):
+            raise ValueError(
+                f"{name} is {quote(schema)}; it needs an object of JSON schema's keywords."
+            )
+        self._count(schema)
+        schema = {key: value for key, value in schema.items() if not _is_note(key)}
+        if "$ref" in schema:
+            return self._follow(schema, name)
+        self._num_levels += 1
+        if self._num_levels > _MAX_LEVELS:
+            raise ValueError(
+                f"the schema is nested in more than {_MAX_LEVELS} levels; it needs fewer levels."
+            )
+        pattern = self._read(schema, name)
+        self._num_levels -= 1
+        return pattern
+
+    def _count(self, schema: Mapping[str, Any]) -> None:
+        """Counts a schema without those inside it."""
+        values = [
+            schema.get("const"),
+            *_listed(schema.get("enum")),
+            *_listed(schema.get("properties")),
+        ]
+        bounds = [schema.get("minimum"), schema.get("maximum")]
+        self._num_parts += 8 + sum(len(str(value)) for value in values)
+        # A bound of n digits is compared at each of them.
+        self._num_parts += sum((x.bit_length() // 3) ** 2 for x in bounds if isinstance(x, int))
+        if self._num_parts > _MAX_PARTS:
+            raise ValueError(
+                "the schema is too large, each part counted wherever a $ref names it; it needs "
+                "fewer schemas, or shorter names and values."
+            )
+
+    def _follow(self, schema: Mapping[str, Any], name: str) -> Pattern:
+        """Returns the pattern of the definition that a schema refers to."""
+        key = schema["$ref"]
+        if not isinstance(key, str) or key not in self._definitions:
+            raise ValueError(
+                f"$ref is {quote(key)}; the schema defines {quote(list(self._definitions))}."
+            )
+        if key in self._inside:
+            raise ValueError(f"$ref is {quote(key)} inside itself; no finite automaton holds that.")
+        others = sorted(set(schema) - {"$ref"})
+        if others:
+            raise ValueError(
+                f"$ref {quote(key)} has {quote(others)} next to it; it needs to stand alone."
+            )
+        self._inside.append(key)
+        pattern = self.read(self._definitions[key], name)
+        self._inside.pop()
+        return pattern
+
+    def _read(self, schema: Mapping[str, Any], name: str) -> Pattern:
+        """Returns the pattern of a schema without notes and without a reference."""
+        kinds = _kinds(schema, name)
+        for key in ("const", "enum", "anyOf"):
+            if key in schema:
+                _refuse_others(schema, (key, "type") if key != "anyOf" else (key,), name)
+                return self._one_of(key, schema[key], kinds, name)
+        if not kinds:
+            raise ValueError(
+                f"{name} has {quote(sorted(schema))} and no type, const, enum or anyOf; it needs "
+                "one of them."
+            )
+        known = [key for kind in kinds for key in _KEYWORDS[kind]]
+        if "number" in kinds:  # a bound would apply to the number, too
+            known = [key for key in known if key not in _KEYWORDS["integer"]]
+        _refuse_others(schema, ("type", *known), name)
+        patterns = _PATTERNS | {"object": self._object, "array": self._array}
+        return bp.Choice(tuple(patterns[kind](schema, name) for kind in kinds))
+
+    def _one_of(self, key: str, value: Any, kinds: list[str], name: str) -> Pattern:
+        """Returns the pattern of `const`, `enum` or `anyOf`."""
+        values = [value] if key == "const" else value
+        if not isinstance(values, list) or not values:
+            raise ValueError(f"{name} has {key} {quote(value)}; it needs a list that is not empty.")
+        if key == "anyOf":
+            options = (self.read(x, f"{name}.anyOf[{i}]") for i, x in enumerate(values))
+            return bp.Choice(tuple(options))
+        for x in values:
+            if kinds and not any(_is_kind(x, kind) for kind in kinds):
+                raise ValueError(
+                    f"{name} has {quote(x)} in {key}; with its type it needs some of {kinds}."
+                )
+        try:
+            return bp.Choice(tuple(map(_value, values)))
+        except ValueError:
+            raise ValueError(
+                f"{name} has {key} {quote(value)}; NaN, infinity and half a surrogate pair are no "
+                "JSON."
+            ) from None
+
+    def _object(self, given: Mapping[str, Any], name: str) -> Pattern:
+        properties, required = given.get("properties", {}), given.get("required", [])
+        if not isinstance(required, list) or not all(isinstance(key, str) for key in required):
+            raise ValueError(f"{name} has required {quote(required)}; it needs a list of names.")
+        if given.get("additionalProperties", False) is not False:
+            raise ValueError(
+                f"{name} has additionalProperties; only the listed ones are generated."
+            )
+        if not isinstance(properties, Mapping) or set(required) - set(properties):
+            raise ValueError(
+                f"{name} requires {quote(required)} and has the properties "
+                f"{quote(list(properties))}; it needs each that it requires among them."
+            )
+        members = tuple(
+            bp.Sequence((_value(key), literal(b":"), self.read(x, f"{name}.properties.{key[:80]}")))
+            for key, x in properties.items()
         )
-    kinds = _kinds(schema, name)
-    for key in ("const", "enum", "anyOf"):
-        if key in schema:
-            _refuse_others(schema, (key, "type") if key != "anyOf" else (key,), name)
-            return _one_of(key, schema[key], kinds, name)
-    if not kinds:
-        raise ValueError(
-            f"{name} has {quote(sorted(schema))} and no type, const, enum or anyOf; it needs one "
-            "of them."
+        listed = bp.Members(members, tuple(key in required for key in properties), literal(b","))
+        return bp.Sequence((literal(b"{"), listed, literal(b"}")))
+
+    def _array(self, given: Mapping[str, Any], name: str) -> Pattern:
+        if "items" not in given:
+            raise ValueError(f"{name} is an array without items; it needs the schema of its items.")
+        item = self.read(given["items"], f"{name}.items")
+        least, most = _bounds(given, "minItems", "maxItems", name)
+        if most == 0:
+            return literal(b"[]")
+        rest = bp.Repeat(
+            bp.Sequence((literal(b","), item)),
+            max(least - 1, 0),
+            None if most is None else most - 1,
         )
-    known = [key for kind in kinds for key in _KEYWORDS[kind]]
-    if "number" in kinds:  # a bound would apply to the number, too
-        known = [key for key in known if key not in _KEYWORDS["integer"]]
-    _refuse_others(schema, ("type", *known), name)
-    return bp.Choice(tuple(_PATTERNS[kind](schema, name) for kind in kinds))
+        items: Pattern = bp.Sequence((item, rest))
+        return bp.Sequence((literal(b"["), items if least else optional(items), literal(b"]")))
+
+
+def _is_note(key: Any) -> bool:
+    return key in _NOTES or (isinstance(key, str) and key.startswith("x-"))
+
+
+def _listed(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, list | Mapping) else []
 
 
 def _kinds(given: Mapping[str, Any], name: str) -> list[str]:
@@ -129,27 +282,6 @@ def _refuse_others(given: Mapping[str, Any], known: Iterable[str], name: str) ->
             f"{name} has {quote(unknown)}, which is not read here; these keywords are: "
             f"{sorted(known)}."
         )
-
-
-def _one_of(key: str, value: Any, kinds: list[str], name: str) -> Pattern:
-    """Returns the pattern of `const`, `enum` or `anyOf`."""
-    values = [value] if key == "const" else value
-    if not isinstance(values, list) or not values:
-        raise ValueError(f"{name} has {key} {quote(value)}; it needs a list that is not empty.")
-    if key == "anyOf":
-        options = (schema_pattern(x, f"{name}.anyOf[{i}]") for i, x in enumerate(values))
-        return bp.Choice(tuple(options))
-    for x in values:
-        if kinds and not any(_is_kind(x, kind) for kind in kinds):
-            raise ValueError(
-                f"{name} has {quote(x)} in {key}; with its type it needs some of {kinds}."
-            )
-    try:
-        return bp.Choice(tuple(map(_value, values)))
-    except ValueError:
-        raise ValueError(
-            f"{name} has {key} {quote(value)}; NaN, infinity and half a surrogate pair are no JSON."
-        ) from None
 
 
 def _is_kind(value: Any, kind: str) -> bool:
@@ -177,41 +309,6 @@ def _bounds(given: Mapping[str, Any], least: str, most: str, name: str) -> tuple
             f"{name} has {least} {quote(low)} and {most} {quote(high)}; no text follows it."
         )
     return low, high
-
-
-def _object(given: Mapping[str, Any], name: str) -> Pattern:
-    properties, required = given.get("properties", {}), given.get("required", [])
-    if not isinstance(required, list) or not all(isinstance(key, str) for key in required):
-        raise ValueError(f"{name} has required {quote(required)}; it needs a list of names.")
-    if given.get("additionalProperties", False) is not False:
-        raise ValueError(f"{name} has additionalProperties; only the listed ones are generated.")
-    if not isinstance(properties, Mapping) or set(required) - set(properties):
-        raise ValueError(
-            f"{name} requires {quote(required)} and has the properties {quote(list(properties))}; "
-            "it needs each that it requires among them."
-        )
-    members = tuple(
-        bp.Sequence(
-            (_value(key), literal(b":"), schema_pattern(x, f"{name}.properties.{key[:80]}"))
-        )
-        for key, x in properties.items()
-    )
-    listed = bp.Members(members, tuple(key in required for key in properties), literal(b","))
-    return bp.Sequence((literal(b"{"), listed, literal(b"}")))
-
-
-def _array(given: Mapping[str, Any], name: str) -> Pattern:
-    if "items" not in given:
-        raise ValueError(f"{name} is an array without items; it needs the schema of its items.")
-    item = schema_pattern(given["items"], f"{name}.items")
-    least, most = _bounds(given, "minItems", "maxItems", name)
-    if most == 0:
-        return literal(b"[]")
-    rest = bp.Repeat(
-        bp.Sequence((literal(b","), item)), max(least - 1, 0), None if most is None else most - 1
-    )
-    items: Pattern = bp.Sequence((item, rest))
-    return bp.Sequence((literal(b"["), items if least else optional(items), literal(b"]")))
 
 
 def _string(given: Mapping[str, Any], name: str) -> Pattern:
@@ -257,13 +354,11 @@ def _integer(given: Mapping[str, Any], name: str) -> Pattern:
                 f"{name} has {key} {quote(bound)}; it needs an integer of at most {_MAX_DIGITS} "
                 "digits."
             )
-    if low is None:
-        return _DIGITS if high is None else at_most(high)
-    if high is None:
-        return at_least(low)
-    if high < low:
+    if low is None and high is None:
+        return _DIGITS
+    if low is not None and high is not None and high < low:
         raise ValueError(f"{name} has minimum {low} and maximum {high}; no integer follows it.")
-    return between(low, high)
+    return integers(low, high)
 
 
 _DIGITS = bp.Sequence(
@@ -281,9 +376,7 @@ def _number(given: Mapping[str, Any], name: str) -> Pattern:
     return bp.Sequence((_DIGITS, optional(fraction), optional(exponent)))
 
 
-_PATTERNS = {
-    "object": _object,
-    "array": _array,
+_PATTERNS: dict[str, Callable[[Mapping[str, Any], str], Pattern]] = {
     "string": _string,
     "integer": _integer,
     "number": _number,

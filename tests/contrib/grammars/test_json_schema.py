@@ -13,13 +13,15 @@ import specjax
 from specjax import Finish, RowMasks, SamplingParams, SpeculativeConfig
 from specjax.contrib.grammars import llguidance_matchers
 from specjax.contrib.grammars.json_schema import schema_pattern
-from specjax.contrib.grammars.schema_references import inline_references
 from specjax.engine.engine import all_allowed_masks
 from specjax.engine.submission import EngineLimits, Submission, check_request
 from specjax.markov_chain import markov_chain
 from specjax.processing.token_bytes import token_bytes
 
 pytestmark = pytest.mark.once
+
+NOTES = ("title", "description", "default", "examples", "$schema", "$comment", "id", "$id")
+NOTES += ("readonly", "readOnly", "writeOnly", "deprecated", "x-order", "x-")
 
 
 @pytest.mark.parametrize(
@@ -137,13 +139,13 @@ def test_a_schema_accepts_its_compact_texts_and_no_others(schema, good, bad):
         ({"enum": []}, "a list that is not empty"),
         (
             {"type": "object", "properties": {"a": {"$ref": "#"}}},
-            r"properties.a has \['\$ref'\] and no type",
+            r"\$ref is '#'; the schema defines \[\]",
         ),
     ],
 )
 def test_what_is_not_read_is_refused(schema, words):
     with pytest.raises(ValueError, match=words):
-        schema_pattern(schema, "the schema")
+        schema_pattern(schema)
 
 
 NO_INTEGERS = ["-0", "01", "", "-"]
@@ -197,11 +199,42 @@ def test_a_reference_stands_for_the_definition_that_it_names():
     assert [accepts(automaton, text.encode()) for text in good + bad] == [True] * 4 + [False] * 3
     for wrong, words in (
         ({"$ref": "#/$defs/y"}, "the schema defines"),
-        ({"$defs": {"y": {"items": {"$ref": "#/$defs/y"}}}, "$ref": "#/$defs/y"}, "inside itself"),
-        ({"$defs": {"y": {}}, "items": {"$ref": "#/$defs/y", "type": "null"}}, "next to it"),
+        (
+            {
+                "$defs": {"y": {"type": "array", "items": {"$ref": "#/$defs/y"}}},
+                "$ref": "#/$defs/y",
+            },
+            "inside itself",
+        ),
+        ({"$defs": {"y": {}}, "anyOf": [{"$ref": "#/$defs/y", "type": "null"}]}, "next to it"),
     ):
         with pytest.raises(ValueError, match=words):
-            inline_references(wrong)
+            schema_pattern(wrong)
+
+
+def test_a_note_says_nothing_about_a_text_and_a_property_may_have_its_name():
+    notes = dict.fromkeys(NOTES, True)
+    properties = {"id": {"type": "null"} | notes, "title": {"$ref": "#/$defs/one"} | notes}
+    schema = {"type": "object", "properties": properties, "required": ["id", "title"]} | notes
+    definitions = {"one": {"const": {"id": 1, "x-y": 2}} | notes}
+    automaton = automaton_of(schema | {"$defs": definitions})
+    assert accepts(automaton, b'{"id":null,"title":{"id":1,"x-y":2}}')
+    assert not accepts(automaton, b"{}")
+    for key in ("format", "xml"):
+        with pytest.raises(ValueError, match=rf"has \['{key}'\], which is not read"):
+            automaton_of({"type": "string", key: "date"} | notes)
+
+
+def test_an_error_shows_the_beginning_of_a_long_value():
+    for schema in (
+        {"enum": ["a" * 10**5, float("nan")]},
+        {"type": "a" * 10**5},
+        {"type": "object", "properties": {"a" * 10**5: {"enum": []}}},
+        {"$ref": "a" * 10**5},
+    ):
+        with pytest.raises(ValueError, match="aaa") as caught:
+            schema_pattern(schema)
+        assert len(str(caught.value)) < 300
 
 
 # Tokens ------------------------------------------------------------------------------------------

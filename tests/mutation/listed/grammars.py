@@ -8,7 +8,6 @@ from .tests import (
     json_schemas,
     row_masks,
     sample_block,
-    schema_references,
     text_streams,
     token_automata,
 )
@@ -96,10 +95,10 @@ MUTATIONS = (
         "ids past the vocabulary are allowed where a text may end",
     ),
     Mutation(
-        "specjax.contrib.grammars.schema_references._is_note",
+        "specjax.contrib.grammars.json_schema._is_note",
         'key.startswith("x-")',
         'key.startswith("x")',
-        schema_references("test_a_note_says_nothing_about_a_text_and_a_property_may_have_its_name"),
+        json_schemas("test_a_note_says_nothing_about_a_text_and_a_property_may_have_its_name"),
         "a keyword that is no note is passed over",
     ),
     Mutation(
@@ -110,9 +109,9 @@ MUTATIONS = (
         "an integer below a bound is accepted if only its last digits are less",
     ),
     Mutation(
-        "specjax.contrib.grammars.schema_references._inlined",
-        "(*inside, name)",
-        "inside",
+        "specjax.contrib.grammars.json_schema._Schemas._follow",
+        "self._inside.append(key)",
+        "self._inside.append(name)",
         json_schemas("test_a_reference_stands_for_the_definition_that_it_names"),
         "a definition inside itself is followed without end",
     ),

@@ -53,7 +53,6 @@ __all__ = [
     "saved_programs",
     "sampling",
     "pivots",
-    "schema_references",
     "searches",
     "stop_strings",
     "text_streams",
@@ -137,7 +136,6 @@ pivots = _of("core/test_pivot_search.py")
 stop_strings = _of("engine/test_stop_strings.py")
 text_streams = _of("engine/test_text_stream.py")
 streamed = _of("cli/test_stream_programs.py")
-schema_references = _of("contrib/grammars/test_schema_references.py")
 subnormal = _of("core/test_subnormal.py")
 threefry = _of("pallas/test_threefry.py")
 theory = _of("theory/test_theory.py")
