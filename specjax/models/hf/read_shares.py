@@ -8,19 +8,8 @@ import numpy as np
 
 from specjax.devices.placement import Placement
 from specjax.models.decoder.config import TransformerConfig
-from specjax.models.hf.weight_map import (
-    WeightEntry,
-    concatenate,
-    concatenate_on_device,
-    get_path,
-)
-from specjax.models.sharding.share import (
-    is_stacked,
-    shard_config,
-    share_ranges,
-    share_shapes,
-    split_axis,
-)
+from specjax.models.hf.weight_map import WeightEntry, concatenate, concatenate_on_device, get_path
+from specjax.models.sharding.share import is_stacked, share_shapes, share_views, split_axis
 
 __all__ = ["assemble_shares"]
 
@@ -50,7 +39,8 @@ def assemble_shares(
             if share not in by_share:
                 own = views
                 if is_split:
-                    own = _views_of_share(entry, views, config, num_shares, share)
+                    of_share = (config, num_shares, entry.path, share, entry.transposed)
+                    own = share_views(views, *of_share)
                 by_share[share] = _put(own, entry, like, device)
             arrays.append(jax.device_put(by_share[share], device))
         yield jax.make_array_from_single_device_arrays(like.shape, like.sharding, arrays)
@@ -66,26 +56,3 @@ def _put(views: list[np.ndarray], entry: WeightEntry, like: Any, device: jax.Dev
     on_device = concatenate_on_device(there, entry.transposed, like.dtype.name)
     # One at a time, so that the tensors of only one are on the device as well.
     return jax.block_until_ready(on_device.reshape(*lead, *on_device.shape))
-
-
-def _views_of_share(
-    entry: WeightEntry,
-    views: list[np.ndarray],
-    config: TransformerConfig,
-    num_shares: int,
-    share: int,
-) -> list[np.ndarray]:
-    """Returns a share's part of each tensor; rows past the vocabulary are zeros."""
-    ranges = share_ranges(config, num_shares, entry.path, share)
-    # A file's matrices are (out, in): a split of the summed axis is a split of columns.
-    is_by_column = entry.transposed and split_axis(entry.path) == 0
-    parts = [
-        view[:, part] if is_by_column else view[part]
-        for view, part in zip(views, ranges, strict=True)
-    ]
-    if entry.path[-1] in ("embedding", "head"):
-        missing = shard_config(config, num_shares).vocab_size - len(parts[0])
-        if missing:
-            rest = np.zeros((missing, views[0].shape[1]), views[0].dtype)
-            parts = [np.concatenate([parts[0], rest])]
-    return parts

@@ -24,6 +24,7 @@ __all__ = [
     "shard_config",
     "share_ranges",
     "share_shapes",
+    "share_views",
     "split_array",
     "split_axis",
 ]
@@ -123,9 +124,32 @@ def share_ranges(
     return [part(config.intermediate_size)] * (2 if name == "gate_up" else 1)
 
 
-def _sizes(config: TransformerConfig, path: tuple[Any, ...]) -> list[int]:
-    """Returns the sizes of the projections that an array concatenates."""
-    return [each.stop for each in share_ranges(config, 1, path, 0)]
+def share_views(
+    views: list[np.ndarray],
+    config: TransformerConfig,
+    num_shares: int,
+    path: tuple[Any, ...],
+    share: int,
+    transposed: bool = False,
+) -> list[np.ndarray]:
+    """Returns a share's part of each projection; rows past the vocabulary are zeros.
+
+    Args:
+      views: of the projections that an array concatenates.
+      config: of the whole model.
+      num_shares: N.
+      path: of an array that is split.
+      share: its number.
+      transposed: whether the views are `(out, in)`, as in a file.
+    """
+    axis = _AXES[path[-1]] % views[0].ndim
+    lead = (slice(None),) * (views[0].ndim - 1 - axis if transposed else axis)
+    ranges = share_ranges(config, num_shares, path, share)
+    parts = [view[(*lead, part)] for view, part in zip(views, ranges, strict=True)]
+    if path[-1] in ("embedding", "head"):
+        missing = shard_config(config, num_shares).vocab_size - len(parts[0])
+        parts = [np.pad(parts[0], ((0, missing), (0, 0)))] if missing else parts
+    return parts
 
 
 def split_array(
@@ -142,21 +166,13 @@ def split_array(
     axis = split_axis(path)
     if axis is None:
         return array
-    ends = list(itertools.accumulate(_sizes(config, path)))
-    projections = np.split(array, ends[:-1], axis=axis)
-
-    def share_of(share: int) -> np.ndarray:
-        ranges = share_ranges(config, num_shares, path, share)
-        lead = (slice(None),) * (axis % array.ndim)
-        parts = [x[(*lead, each)] for x, each in zip(projections, ranges, strict=True)]
-        return np.concatenate(parts, axis=axis)
-
-    shares = [share_of(share) for share in range(num_shares)]
-    if is_stacked(path):
-        return np.stack(shares)
-    width = num_shares * shard_config(config, num_shares).vocab_size
-    missing = width - len(array) if path[-1] in ("embedding", "head") else 0
-    return np.pad(np.concatenate(shares), ((0, missing), (0, 0)))
+    ends = itertools.accumulate(part.stop for part in share_ranges(config, 1, path, 0))
+    projections = np.split(array, list(ends)[:-1], axis=axis)
+    shares = [
+        np.concatenate(share_views(projections, config, num_shares, path, share), axis=axis)
+        for share in range(num_shares)
+    ]
+    return np.stack(shares) if is_stacked(path) else np.concatenate(shares)
 
 
 def share_shapes(config: TransformerConfig, placement: Placement) -> Any:
