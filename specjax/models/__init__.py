@@ -21,7 +21,7 @@ from specjax.models.heads.eagle3_folder import load_eagle3, save_eagle3
 from specjax.models.heads.head_folder import draft_kind
 from specjax.models.hf.chat_template import chat_prompt
 from specjax.models.hf.checkpoint import load, load_shapes, save
-from specjax.models.hf.load_config import load_config
+from specjax.models.hf.config_reader import load_config
 from specjax.models.hf.tokenizer import load_tokenizer
 from specjax.models.load_drafter import DraftInfo, load_drafter, read_draft
 from specjax.models.pretrained import pretrained_folder

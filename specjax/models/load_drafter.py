@@ -24,8 +24,8 @@ from specjax.models.heads.head_folder import (
 )
 from specjax.models.heads.head_target import check_target
 from specjax.models.hf.checkpoint import load
+from specjax.models.hf.config_reader import load_config
 from specjax.models.hf.folder import read_json_object
-from specjax.models.hf.load_config import load_config
 from specjax.types import Model
 
 __all__ = ["DraftInfo", "load_drafter", "read_draft"]

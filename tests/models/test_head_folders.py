@@ -12,6 +12,7 @@ from specjax.models.heads.dflash_folder import DFLASH
 from specjax.models.heads.eagle3_folder import EAGLE3
 from specjax.models.heads.head_fields import default_taps, read_head_fields
 from specjax.models.heads.head_folder import HeadTensors, draft_kind, open_head
+from specjax.models.hf.weight_map import WeightEntry
 
 pytestmark = pytest.mark.once
 
@@ -176,12 +177,11 @@ def test_a_tensor_has_one_name_in_every_format(tmp_path, name):
     array = np.arange(6, dtype=np.float32).reshape(2, 3)
     tensors = write_tensors(tmp_path, **{name: array, "t2d": np.ones(5, bool)})
     assert "layers.0.a" in tensors
-    np.testing.assert_array_equal(tensors.view("layers.0.a", (2, 3)), array)
-    tensors.load((), "float32")
+    entry = WeightEntry(("a",), ("layers.0.a",), ((2, 3),), False)
+    np.testing.assert_array_equal(tensors.load([entry], "float32")["a"], array)
     both = write_tensors(tmp_path, **{"midlayer.a": array, "layers.0.a": array})
-    both.view("layers.0.a", (2, 3))
     with pytest.raises(ValueError, match=r"holds midlayer\.a; config\.json asks for no such"):
-        both.load((), "float32")
+        both.load([entry], "float32")
 
 
 def test_d2t_holds_offsets_and_every_token_once(tmp_path):

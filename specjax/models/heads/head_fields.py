@@ -17,9 +17,9 @@ from specjax.models.hf.unread_fields import CHECKED_FIELDS
 __all__ = [
     "ANY",
     "FLAG",
-    "SIZE",
     "HeadFields",
     "Known",
+    "SIZE",
     "any_of",
     "default_taps",
     "read_head_fields",

@@ -162,13 +162,13 @@ def _known(name: Any, kinds: dict[str, DraftKind], field: str, source: str) -> D
     return kinds[name]
 
 
-# Tensors of a head that has tables of its own.
-_EMBEDDING, _LM_HEAD = "embed_tokens.weight", "lm_head.weight"
+# Tensors of a head that has tables or a vocabulary of its own.
+_TOKEN_MAP, _EMBEDDING, _LM_HEAD = "d2t", "embed_tokens.weight", "lm_head.weight"
 # Masks of the target tokens that the draft has, for training alone.
 _UNREAD = ("t2d",)
 
 
-class HeadTensors:
+class HeadTensors(MappedTensors):
     """The tensors of a head, named as in `speculators`: `layers.0.self_attn.q_proj.weight`.
 
     A file may write `midlayer.` for `layers.0.`, and `model.` before any name.
@@ -184,27 +184,17 @@ class HeadTensors:
         path = find_folder(folder)
         if not has_weights(path):
             _refuse_weights(path)
-        self._tensors = MappedTensors(path)
-        self._names: dict[str, str] = {}
-        for stored in self._tensors.names():
-            self._names.setdefault(_plain_name(stored), stored)
-        self._read = set(_UNREAD)
+        super().__init__(path)
+        self._plain_names: dict[str, str] = {}
+        for stored in self.names():
+            self._plain_names.setdefault(_plain_name(stored), stored)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._names
+        return name in self._plain_names
 
-    def view(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
-        """Returns a read-only view of a tensor of floats, as `MappedTensors.view` does.
-
-        Args:
-          name: of the tensor.
-          shape: that config.json gives it.
-
-        Raises:
-          ValueError: if the tensor is missing, has another shape, or is not of a float dtype.
-        """
-        self._read.add(name)
-        return self._tensors.view(self._names.get(name, name), shape)
+    def stored_name(self, name: str) -> str:
+        """Returns the name in the files of a tensor that `view` is asked for."""
+        return self._plain_names.get(name, name)
 
     def load(self, entries: Iterable[WeightEntry], dtype: str) -> JsonObject:
         """Returns the parameters of entries, and refuses a folder that holds other tensors.
@@ -217,8 +207,9 @@ class HeadTensors:
           ValueError: as `view`, or for a tensor that was not read.
         """
         params: JsonObject = {}
-        views = [(entry, list(map(self.view, entry.names, entry.shapes))) for entry in entries]
-        self._tensors.check_all_read(self._names.get(name, name) for name in self._read)
+        views = self.views(entries)
+        names = (name for entry, _ in views for name in entry.names)
+        self.check_all_read((*names, _TOKEN_MAP, *_UNREAD))
         for (entry, _), array in zip(views, assemble_arrays(views, dtype), strict=True):
             set_path(params, entry.path, array)
         return params
@@ -235,28 +226,27 @@ class HeadTensors:
         Raises:
           ValueError: if `d2t` is missing, or maps to repeated ids or ids outside the target's.
         """
-        if "d2t" not in self:
+        if _TOKEN_MAP not in self:
             if draft_vocab_size == vocab_size:
                 return None
             raise ValueError(
-                f"{self._tensors.source} has no tensor d2t; config.json gives the draft "
+                f"{self.source} has no tensor d2t; config.json gives the draft "
                 f"{draft_vocab_size} of the target's {vocab_size} tokens, and d2t says which."
             )
-        self._read.add("d2t")
-        offsets = self._tensors.view_integers(self._names["d2t"], (draft_vocab_size,))
+        offsets = self.view_integers(_TOKEN_MAP, (draft_vocab_size,))
         ids = np.arange(draft_vocab_size, dtype=np.int64) + offsets
         outside = (ids < 0) | (ids >= vocab_size)
         if outside.any():
             token = int(np.argmax(outside))
             raise ValueError(
-                f"{self._tensors.source} maps draft token {token} to token {ids[token]} by d2t; "
+                f"{self.source} maps draft token {token} to token {ids[token]} by d2t; "
                 f"the target has tokens 0 to {vocab_size - 1}, so this head is another target's."
             )
         tokens, counts = np.unique(ids, return_counts=True)
         if counts.max() > 1:
             token = tokens[np.argmax(counts)]
             raise ValueError(
-                f"{self._tensors.source} maps {counts.max()} draft tokens to token {token} by "
+                f"{self.source} maps {counts.max()} draft tokens to token {token} by "
                 "d2t; d2t holds offsets, and each target token may be that of one draft token."
             )
         is_identity = draft_vocab_size == vocab_size and not offsets.any()

@@ -4,7 +4,7 @@ Open `checkpoint` first: it holds `load` and `save`.
 
 | module | what it holds |
 |---|---|
-| `load_config`, `config_reader`, `*_fields` | `config.json` to `TransformerConfig` |
+| `config_reader`, `*_fields` | `config.json` to `TransformerConfig` |
 | `config_writer` | `TransformerConfig` to `config.json` |
 | `weight_map`, `mapped_tensors` | names and shapes of tensors; files mapped into memory |
 | `read_shares` | tensors onto the devices of a mesh |

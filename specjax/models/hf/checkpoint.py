@@ -17,14 +17,13 @@ from specjax.file_io import replace_file
 from specjax.implementation import Implementation
 from specjax.models.decoder.config import DTYPES, TransformerConfig
 from specjax.models.decoder.transformer import build, param_shapes
+from specjax.models.hf.config_reader import load_config
 from specjax.models.hf.config_writer import write_fields
 from specjax.models.hf.folder import find_member, write_folder
-from specjax.models.hf.load_config import load_config
 from specjax.models.hf.mapped_tensors import MappedTensors, has_weights
 from specjax.models.hf.progress import loading_bar
 from specjax.models.hf.read_shares import assemble_shares
 from specjax.models.hf.weight_map import (
-    WeightEntry,
     assemble_arrays,
     get_path,
     set_path,
@@ -109,7 +108,7 @@ def load(
             "weights, or remove the file if they already contain it."
         )
     tensors = MappedTensors(folder)
-    entries = _map_entries(tensors, config)
+    entries = tensors.views(weight_entries(config))
     total = sum(view.nbytes for _, views in entries for view in views)
     head = "lm_head.weight" if config.tie_word_embeddings else None
     if head is not None:
@@ -127,16 +126,6 @@ def load(
     if placement is not None:
         return sharded_model(config, params, placement, implementation=implementation), config
     return build(config, params, implementation=implementation), config
-
-
-def _map_entries(
-    tensors: MappedTensors, config: TransformerConfig
-) -> list[tuple[WeightEntry, list[np.ndarray]]]:
-    """Returns the parameters' arrays with views of their tensors, after a check of shapes."""
-    return [
-        (entry, list(map(tensors.view, entry.names, entry.shapes)))
-        for entry in weight_entries(config)
-    ]
 
 
 def load_shapes(
@@ -171,7 +160,7 @@ def load_shapes(
     config = dataclasses.replace(config, dtype=resolve_dtype(dtype, config.dtype))
     if has_weights(folder):
         # Before tracing: config.json may name more than the folder holds.
-        _map_entries(MappedTensors(folder), config)
+        MappedTensors(folder).views(weight_entries(config))
     return build(config, param_shapes(config), implementation=implementation), config
 
 

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from specjax.file_io import JsonObject, quote
 from specjax.models.decoder.config import ACTIVATIONS, DTYPES
 
-__all__ = ["FIELD_NAMES", "OBJECT", "POSITIVE", "SIZES", "Field", "read_field"]
+__all__ = ["FIELD_NAMES", "Field", "OBJECT", "POSITIVE", "SIZES", "read_field"]
 
 # Required fields.
 SIZES = (

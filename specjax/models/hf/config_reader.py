@@ -1,17 +1,21 @@
-"""Reads `config.json` of each supported family into a `TransformerConfig`."""
+"""Reads `config.json` of each supported family into a `TransformerConfig`: `load_config`."""
 
+import dataclasses
+import os
 from collections.abc import Callable
 from typing import NamedTuple
 
 from specjax.file_io import JsonObject, quote
 from specjax.models.decoder.config import TransformerConfig
 from specjax.models.hf.config_fields import SIZES, read_field
+from specjax.models.hf.folder import find_member, read_json_object
 from specjax.models.hf.rope_fields import read_local_rope, read_rope
 from specjax.models.hf.unread_fields import refuse_unread
 
-__all__ = ["read_fields"]
+__all__ = ["load_config", "read_fields"]
 
 _Fields = JsonObject
+_CONTENT = "the fields of a configuration"
 _COPIED_FIELDS = ("rms_norm_eps", "tie_word_embeddings", "max_position_embeddings", "bos_token_id")
 
 
@@ -258,3 +262,37 @@ def _layer_windows(fields: _Fields, family: _Family, source: str) -> tuple[int |
             f"{source} has layers with sliding attention; it needs sliding_window, their size."
         )
     return tuple(window if is_local else None for is_local in has_window) if any(has_window) else ()
+
+
+def load_config(folder: str | os.PathLike[str]) -> TransformerConfig:
+    """Reads `config.json`; EOS tokens come from `generation_config.json` if there is one.
+
+    Args:
+      folder: a Hugging Face folder of a supported family.
+
+    Returns:
+      The configuration, with the dtype that the file names.
+
+    Raises:
+      ValueError: if a file is missing or unreadable, or asks for something unsupported.
+
+    Example:
+      >>> from specjax.models import pretrained_folder
+      >>> load_config(pretrained_folder("draft")).vocab_size
+      4096
+    """
+    path = find_member(folder, "config.json")
+    config = read_fields(read_json_object(path, _CONTENT), str(path))
+    # Chat models name the token that ends a turn there, often only there.
+    generation_config = path.with_name("generation_config.json")
+    if not generation_config.is_file():
+        return config
+    eos_token_ids = read_field(
+        "eos_token_id", read_json_object(generation_config, _CONTENT), str(generation_config)
+    )
+    if eos_token_ids is None:
+        return config
+    return dataclasses.replace(
+        config,
+        eos_token_ids=tuple(eos_token_ids if type(eos_token_ids) is list else [eos_token_ids]),
+    )

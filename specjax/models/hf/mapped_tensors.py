@@ -13,6 +13,7 @@ import safetensors
 
 from specjax.file_io import JsonObject, shorten
 from specjax.models.hf.folder import read_small_file, refuse_lfs_pointer
+from specjax.models.hf.weight_map import WeightEntry
 
 __all__ = ["MappedTensors", "has_weights"]
 
@@ -77,7 +78,8 @@ class MappedTensors:
         """Returns the names of all tensors in the files or the index."""
         return sorted(self._files)
 
-    def _stored_name(self, name: str) -> str:
+    def stored_name(self, name: str) -> str:
+        """Returns the name in the files of a tensor that `view` is asked for."""
         if name.startswith("model."):
             return self._prefix + name.removeprefix("model.")
         outer = self._prefix.removesuffix("model.")
@@ -98,7 +100,7 @@ class MappedTensors:
         Raises:
           ValueError: if both are stored and differ; other loaders disagree on which one counts.
         """
-        name, tied = self._stored_name(name), self._stored_name(tied)
+        name, tied = self.stored_name(name), self.stored_name(tied)
         first, second = self._find_tensor(name), self._find_tensor(tied)
         if first is not None and second is not None and not _tensors_equal(first, second):
             raise ValueError(
@@ -117,9 +119,9 @@ class MappedTensors:
           ValueError: if there is another tensor, except rotary buffers and the vision tensors
             of a multimodal model.
         """
-        accounted_for = set(map(self._stored_name, names))
-        if tied is not None and self._find_tensor(self._stored_name(tied)) is not None:
-            accounted_for.add(self._stored_name(tied))
+        accounted_for = set(map(self.stored_name, names))
+        if tied is not None and self._find_tensor(self.stored_name(tied)) is not None:
+            accounted_for.add(self.stored_name(tied))
         unread = {
             name: path
             for path, tensors in self._tensors.items()
@@ -153,10 +155,14 @@ class MappedTensors:
         tensor = self._tensor(name, shape)
         if tensor.dtype not in _FLOATS:
             raise ValueError(
-                f"{tensor.path} holds {self._stored_name(name)} in {tensor.dtype}; quantised "
+                f"{tensor.path} holds {self.stored_name(name)} in {tensor.dtype}; quantised "
                 f"weights are not supported, it needs to be one of {', '.join(_FLOATS)}."
             )
         return tensor.data.view(_FLOATS[tensor.dtype]).reshape(shape)
+
+    def views(self, entries: Iterable[WeightEntry]) -> list[tuple[WeightEntry, list[np.ndarray]]]:
+        """Returns the entries, each with views of its tensors, after a check of shapes."""
+        return [(entry, list(map(self.view, entry.names, entry.shapes))) for entry in entries]
 
     def view_integers(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
         """Returns a read-only view of a tensor of integers.
@@ -176,7 +182,7 @@ class MappedTensors:
 
     def _tensor(self, name: str, shape: tuple[int, ...]) -> _MappedTensor:
         """Returns an existing tensor of the given shape."""
-        name = self._stored_name(name)
+        name = self.stored_name(name)
         tensor = self._find_tensor(name)
         if tensor is None and name in self._files:
             raise ValueError(
@@ -224,9 +230,10 @@ def _map_file(path: pathlib.Path) -> dict[str, _MappedTensor]:
     start = 8 + int.from_bytes(file_bytes[:8].tobytes(), "little")
     header: JsonObject = json.loads(file_bytes[8:start].tobytes())
     header.pop("__metadata__", None)
+    tensors = file_bytes[start:]
     return {
         name: _MappedTensor(
-            path, entry["dtype"], tuple(entry["shape"]), _tensor_bytes(file_bytes, start, entry)
+            path, entry["dtype"], tuple(entry["shape"]), tensors[slice(*entry["data_offsets"])]
         )
         for name, entry in header.items()
     }
@@ -236,25 +243,14 @@ def _tensors_equal(first: _MappedTensor, second: _MappedTensor) -> bool:
     """Compares two tensors in chunks, so that copies stay small."""
     if first.shape != second.shape:
         return False
-    if first.dtype == second.dtype:
-        return _arrays_equal(first.data, second.data)
-    if not {first.dtype, second.dtype} <= set(_FLOATS):
-        return False
-    return _arrays_equal(
-        first.data.view(_FLOATS[first.dtype]), second.data.view(_FLOATS[second.dtype])
-    )
-
-
-def _arrays_equal(first: np.ndarray, second: np.ndarray) -> bool:
-    dtype = first.dtype if first.dtype == second.dtype else np.float64
-    for start in range(0, first.size, _COMPARE_CHUNK):
+    a, b = first.data, second.data
+    if first.dtype != second.dtype:
+        if not {first.dtype, second.dtype} <= set(_FLOATS):
+            return False
+        a, b = a.view(_FLOATS[first.dtype]), b.view(_FLOATS[second.dtype])
+    dtype = a.dtype if a.dtype == b.dtype else np.dtype(np.float64)
+    for start in range(0, a.size, _COMPARE_CHUNK):
         chunk = slice(start, start + _COMPARE_CHUNK)
-        a, b = first[chunk].astype(dtype, copy=False), second[chunk].astype(dtype, copy=False)
-        if not np.array_equal(a, b):
+        if not np.array_equal(a[chunk].astype(dtype), b[chunk].astype(dtype)):
             return False
     return True
-
-
-def _tensor_bytes(file_bytes: np.ndarray, start: int, entry: JsonObject) -> np.ndarray:
-    begin, end = entry["data_offsets"]
-    return file_bytes[start + begin : start + end]
