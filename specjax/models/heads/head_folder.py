@@ -24,7 +24,6 @@ from specjax.models.heads.head_fields import (
     read_head_fields,
     refuse_unknown,
 )
-from specjax.models.heads.head_target import HeadConfig
 from specjax.models.hf.checkpoint import resolve_dtype
 from specjax.models.hf.config_writer import write_fields
 from specjax.models.hf.folder import find_folder, read_json_object, write_folder
@@ -259,7 +258,7 @@ def _plain_name(stored: str) -> str:
     return f"layers.0.{name.removeprefix('midlayer.')}" if name.startswith("midlayer.") else name
 
 
-def head_entries(config: HeadConfig) -> Iterator[WeightEntry]:
+def head_entries(config: Eagle3Config | DFlashConfig) -> Iterator[WeightEntry]:
     """Yields the arrays of a head's `fc`, layers, last norm and own tables, and their tensors.
 
     Args:
