@@ -1,9 +1,9 @@
 """google-tunix 0.1.7: its transformers as `specjax.Model`, and rollouts with speculation for it.
 
-    Qwen3, Llama3 or Gemma -> `parameters` names the arrays -> `model` makes a `specjax.Model`
+    Qwen3, Llama3 or Gemma -> `model` names the arrays and makes a `specjax.Model`
     prompts of a training step -> `rollout` tokenizes, decodes with a drafter and returns texts
 
-`texts` and `sampling_config` read tunix's values. `group_lookup` is the drafter that looks for a
+`values` reads tunix's values. `group_lookup` is the drafter that looks for a
 sample's last tokens in the other samples of its prompt. Open `model` first. Letters: `B` requests,
 `L` tokens of each, `P` of prompts, `V` vocabulary.
 

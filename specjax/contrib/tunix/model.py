@@ -4,20 +4,21 @@ A cache of tunix is written at one index for all requests. Here the model is map
 batch 1, each with its own index. So slot i of a request's cache is its token i, without holes.
 """
 
+import dataclasses
 import functools
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from specjax.contrib.tunix.parameters import Graph, nest_params, split_transformer
 from specjax.types import Model
 
-__all__ = ["CacheLayout", "make_model", "read_layout", "tunix_model"]
+__all__ = ["Graph", "make_model", "name_arrays", "split_transformer", "tunix_model"]
 
+_EMBEDDING = "embedder.input_embedding"
 _FAMILIES = ("Qwen3", "Llama3", "Gemma")
 # A transformer traced under a mesh constrains arrays of whole batches, but these are rows.
 _NO_MESH = jax.sharding.Mesh(np.empty((), dtype=object), ())
@@ -54,29 +55,76 @@ def tunix_model(transformer: Any) -> Model:
         target = tunix_model(Llama3(ModelConfig.llama3p2_1b(), rngs=nnx.Rngs(0)))
         specjax.generate(target, specjax.ngram_drafter(), ...)
     """
-    layout = read_layout(transformer)
-    graph, arrays = split_transformer(transformer)
-    return make_model(graph, layout, arrays)
+    return make_model(*split_transformer(transformer))
 
 
-class CacheLayout(NamedTuple):
-    """The sizes of a transformer's cache.
+@dataclasses.dataclass(frozen=True)
+class Graph:
+    """A transformer without its arrays: equal for two transformers of one config.
 
     Attributes:
+      graphdef: of Flax NNX.
+      treedef: of the state.
+      names: of the state's arrays, in order.
       num_layers: layers.
-      num_kv_heads: heads of keys and values.
-      head_dim: numbers of a head.
+      cache_shape: heads of keys and values, and numbers of a head.
       dtype: of keys and values.
     """
 
+    graphdef: Any
+    treedef: Any
+    names: tuple[str, ...]
     num_layers: int
-    num_kv_heads: int
-    head_dim: int
+    cache_shape: tuple[int, int]
     dtype: Any
 
+    def __hash__(self) -> int:
+        # A config of tunix is compared, and has no hash.
+        return hash(self.names)
 
-def read_layout(transformer: Any) -> CacheLayout:
-    """Returns the layout of a transformer's cache; refuses what `tunix_model` refuses."""
+    def build(self, arrays: Mapping[str, Any]) -> Any:
+        """Returns the transformer with these arrays, by name."""
+        leaves = [arrays[name] for name in self.names]
+        return nnx.merge(self.graphdef, jax.tree.unflatten(self.treedef, leaves))
+
+    def build_from_params(self, params: Mapping[str, Any]) -> Any:
+        """Returns the transformer with the arrays of `Model.params`."""
+        arrays = {_EMBEDDING: params["embedding"], **params["others"]}
+        for layer in params["layers"]:
+            arrays |= layer
+        return self.build(arrays)
+
+
+def name_arrays(tree: Any) -> dict[str, Any]:
+    """Returns the arrays of a state of Flax NNX, or of nested dicts of its arrays, by name."""
+    arrays = {}
+    for path, leaf in jax.tree.leaves_with_path(tree):
+        name = jax.tree_util.keystr(path, simple=True, separator=".")
+        # In a state each array is the value of a variable.
+        arrays[name.removesuffix(".value")] = leaf
+    return arrays
+
+
+def _nest_params(arrays: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
+    """Returns arrays as `Model.params`: the embedding, each layer, and others.
+
+    Args:
+      arrays: by name.
+      num_layers: of the transformer.
+    """
+    layers: list[dict[str, Any]] = [{} for _ in range(num_layers)]
+    others = {}
+    for name, array in arrays.items():
+        kind, *rest = name.split(".")
+        if kind == "layers":
+            layers[int(rest[0])][name] = array
+        elif name != _EMBEDDING:
+            others[name] = array
+    return {"embedding": arrays[_EMBEDDING], "layers": layers, "others": others}
+
+
+def split_transformer(transformer: Any) -> tuple[Graph, dict[str, Any]]:
+    """Returns a transformer's graph, and its arrays by name; refuses what `tunix_model` refuses."""
     kinds = [kind for kind in type(transformer).__mro__ if kind.__module__.startswith("tunix.")]
     if not any(kind.__name__ in _FAMILIES for kind in kinds):
         raise ValueError(
@@ -90,8 +138,8 @@ def read_layout(transformer: Any) -> CacheLayout:
                 f"the transformer's config has {field}={getattr(config, field)!r}, which is not "
                 "mapped over requests; it needs a config without."
             )
-    state = nnx.to_flat_state(nnx.state(transformer, nnx.LoRAParam))
-    if any(path[0] in ("embedder", "lm_head") for path, _ in state):
+    adapters = nnx.to_flat_state(nnx.state(transformer, nnx.LoRAParam))
+    if any(path[0] in ("embedder", "lm_head") for path, _ in adapters):
         raise ValueError(
             "the transformer has LoRA on its embedding or lm_head, which is applied within a call "
             "alone; it needs LoRA on the layers only."
@@ -99,29 +147,28 @@ def read_layout(transformer: Any) -> CacheLayout:
     # Llama and Gemma compute in the dtype of their arrays.
     table_dtype = transformer.embedder.input_embedding.get_value().dtype
     dtype = jnp.dtype(getattr(config, "dtype", table_dtype))
-    return CacheLayout(config.num_layers, config.num_kv_heads, config.head_dim, dtype)
+    graphdef, state = nnx.split(transformer)
+    arrays, cache_shape = name_arrays(state), (config.num_kv_heads, config.head_dim)
+    treedef = jax.tree.structure(state)
+    graph = Graph(graphdef, treedef, tuple(arrays), config.num_layers, cache_shape, dtype)
+    return graph, arrays
 
 
-def make_model(graph: Graph, layout: CacheLayout, arrays: Mapping[str, Any]) -> Model:
+def make_model(graph: Graph, arrays: Mapping[str, Any]) -> Model:
     """Returns the model of a graph and its arrays by name."""
-    init_cache, apply, logits, apply_with_taps = _model_functions(graph, layout)
-    return Model(
-        params=nest_params(arrays, layout.num_layers),
-        init_cache=init_cache,
-        apply=apply,
-        logits=logits,
-        apply_with_taps=apply_with_taps,
-    )
+    init_cache, apply, logits, apply_with_taps = _model_functions(graph)
+    params = _nest_params(arrays, graph.num_layers)
+    return Model(params, init_cache, apply, logits, apply_with_taps=apply_with_taps)
 
 
 @functools.lru_cache(maxsize=64)
-def _model_functions(graph: Graph, layout: CacheLayout) -> tuple[Any, Any, Any, Any]:
+def _model_functions(graph: Graph) -> tuple[Any, Any, Any, Any]:
     """Returns the functions of a model; equal ones for equal graphs, to share programs."""
 
     def init_cache(batch_size: int, max_length: int) -> Any:
-        shape = (batch_size, max_length + _CHUNK_SIZE, layout.num_kv_heads, layout.head_dim)
-        zeros = functools.partial(jnp.zeros, shape, layout.dtype)
-        return [{"k": zeros(), "v": zeros()} for _ in range(layout.num_layers)]
+        shape = (batch_size, max_length + _CHUNK_SIZE, *graph.cache_shape)
+        zeros = functools.partial(jnp.zeros, shape, graph.dtype)
+        return [{"k": zeros(), "v": zeros()} for _ in range(graph.num_layers)]
 
     def apply_with_taps(
         params: Any,

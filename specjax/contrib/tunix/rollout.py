@@ -7,13 +7,18 @@ from typing import Any
 
 import jax
 import numpy as np
+from flax import nnx
 
 from specjax.config import SpeculativeConfig
 from specjax.contrib.tunix.group_lookup import group_lookup_drafter
-from specjax.contrib.tunix.model import make_model, read_layout
-from specjax.contrib.tunix.parameters import name_arrays, split_transformer
-from specjax.contrib.tunix.sampling_config import read_filters, read_key, read_temperature
-from specjax.contrib.tunix.texts import cut_texts, read_prompts
+from specjax.contrib.tunix.model import make_model, name_arrays, split_transformer
+from specjax.contrib.tunix.values import (
+    cut_texts,
+    read_filters,
+    read_key,
+    read_prompts,
+    read_temperature,
+)
 from specjax.decode.drafters import Drafter, model_drafter
 from specjax.decode.generate import generate
 from specjax.decode.metrics import Metrics
@@ -91,7 +96,6 @@ class SpecRollout(_BaseRollout):
             )
         adapter = importlib.import_module("tunix.generate.tokenizer_adapter").TokenizerAdapter
         self._tokenizer = tokenizer if isinstance(tokenizer, adapter) else adapter(tokenizer)
-        self._layout = read_layout(rollout_actor)
         self._graph, arrays = split_transformer(rollout_actor)
         self._placements = {name: _place(array, mesh) for name, array in arrays.items()}
         self._actor = rollout_actor
@@ -219,7 +223,7 @@ class SpecRollout(_BaseRollout):
 
     def _arrays(self) -> dict[str, Any]:
         """Returns the policy's arrays by name, without intermediates of a trainer's calls."""
-        arrays = split_transformer(self._actor)[1]
+        arrays = name_arrays(nnx.state(self._actor))
         return {name: arrays[name] for name in self._graph.names}
 
     def _put(self, arrays: Mapping[str, Any]) -> dict[str, Any]:
@@ -236,11 +240,11 @@ class SpecRollout(_BaseRollout):
             if not self._previous or any(array is not last[name] for name, array in arrays.items()):
                 self._previous = last
             self._policy = arrays
-        return make_model(self._graph, self._layout, self._put(arrays))
+        return make_model(self._graph, self._put(arrays))
 
     def _make_drafter(self, target: Model, prompts: list[str]) -> Drafter | None:
         if self._drafter == "previous_policy":
-            previous = make_model(self._graph, self._layout, self._put(self._previous))
+            previous = make_model(self._graph, self._put(self._previous))
             return model_drafter(previous)
         if self._drafter == "group_lookup":
             numbers = {prompt: number for number, prompt in enumerate(dict.fromkeys(prompts))}

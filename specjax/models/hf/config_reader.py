@@ -12,11 +12,14 @@ from specjax.models.hf.folder import find_member, read_json_object
 from specjax.models.hf.rope_fields import read_local_rope, read_rope
 from specjax.models.hf.unread_fields import refuse_unread
 
-__all__ = ["load_config", "read_fields"]
+__all__ = ["COPIED_FIELDS", "load_config", "read_fields"]
 
 _Fields = JsonObject
 _CONTENT = "the fields of a configuration"
-_COPIED_FIELDS = ("rms_norm_eps", "tie_word_embeddings", "max_position_embeddings", "bos_token_id")
+COPIED_FIELDS = (
+    *SIZES,
+    *("rms_norm_eps", "tie_word_embeddings", "max_position_embeddings", "bos_token_id"),
+)
 
 
 class _Family(NamedTuple):
@@ -132,13 +135,8 @@ _FAMILIES = {
 }
 # Fields of a multimodal config.json that describe its text model.
 _OUTER_FIELDS = (
-    "architectures",
-    "bos_token_id",
-    "eos_token_id",
-    "dtype",
-    "torch_dtype",
-    "tie_word_embeddings",
-    "quantization_config",
+    *("architectures", "bos_token_id", "eos_token_id", "dtype", "torch_dtype"),
+    *("tie_word_embeddings", "quantization_config"),
 )
 
 
@@ -191,7 +189,7 @@ def read_fields(fields: JsonObject, source: str = "config.json") -> TransformerC
     heads = read_field("num_attention_heads", merged, source)
     eos, dtype = (read_field(name, merged, source) for name in ("eos_token_id", "dtype"))
     dtype = dtype or read_field("torch_dtype", merged, source) or "float32"
-    values = {name: read_field(name, merged, source) for name in (*SIZES, *_COPIED_FIELDS)}
+    values = {name: read_field(name, merged, source) for name in COPIED_FIELDS}
     head_dim = read_field("head_dim", merged, source)
     bias = read_field(_BIAS, merged, source)
     implied = {"qkv_bias": bias, "out_bias": bias} | family.implied

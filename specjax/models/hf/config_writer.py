@@ -3,7 +3,7 @@
 from typing import Any
 
 from specjax.models.decoder.config import TransformerConfig
-from specjax.models.hf.config_reader import read_fields
+from specjax.models.hf.config_reader import COPIED_FIELDS, read_fields
 
 __all__ = ["write_fields"]
 
@@ -17,11 +17,7 @@ _ARCHITECTURES = {
     "gemma2": "Gemma2ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
 }
-_COPIED_FIELDS = (
-    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
-    *("num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps", "rope_theta"),
-    *("tie_word_embeddings", "max_position_embeddings", "bos_token_id"),
-)
+_COPIED_FIELDS = (*COPIED_FIELDS, "num_key_value_heads", "head_dim", "rope_theta")
 
 
 def write_fields(config: TransformerConfig) -> dict[str, Any]:

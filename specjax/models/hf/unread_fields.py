@@ -9,52 +9,31 @@ __all__ = ["CHECKED_FIELDS", "refuse_unread"]
 
 # Suffixes of the names of architectures that predict the next token.
 _LM_HEAD_SUFFIXES = ("ForCausalLM", "Gemma3ForConditionalGeneration")
-_NONE, _OFF, _ONE = (None,), (None, False), (None, 1)
-# Fields that change the logits of some family, with the values that change nothing. Fields that a
-# family reads or that are not listed pass. A list passes if each element does.
+# Fields that change the logits of some family, and the value besides null that changes nothing.
+# Fields that a family reads or that are not listed pass. A list passes if each element does.
+_ABSENT = """
+    attention_chunk_size interleaved_sliding_window sliding_window sliding_window_pattern
+    rope_local_base_freq attention_multiplier attn_logit_softcapping clip_qkv query_pre_attn_scalar
+    final_logit_softcapping logits_soft_cap
+"""
+_OFF = """
+    is_encoder_decoder add_cross_attention use_bidirectional_attention alibi rope_interleave
+    rope_interleaved use_mrope attention_bias attn_temperature_tuning qk_layernorm use_qk_norm
+    mlp_bias parallel_attn use_parallel_residual
+"""
+_ONE = """
+    no_rope_layers partial_rotary_factor rotary_pct embedding_multiplier lm_head_multiplier
+    logit_scale logits_scaling residual_multiplier
+"""
 _HARMLESS_VALUES: dict[str, tuple[Any, ...]] = {
     "layer_types": (None, "full_attention"),
     "mlp_layer_types": (None, "dense"),
     "per_layer_config": (None, {}),
-    # The tokens that are attended to.
-    "attention_chunk_size": _NONE,
-    "interleaved_sliding_window": _NONE,
     "is_causal": (True,),
-    "is_encoder_decoder": _OFF,
-    "add_cross_attention": _OFF,
-    "sliding_window": _NONE,
-    "sliding_window_pattern": _NONE,
-    "use_bidirectional_attention": _OFF,
-    # Positions.
-    "alibi": _OFF,
     "no_rope_layer_interval": (None, 0),
-    "no_rope_layers": _ONE,
-    "partial_rotary_factor": _ONE,
-    "rope_interleave": _OFF,
-    "rope_interleaved": _OFF,
-    "rope_local_base_freq": _NONE,
-    "rotary_pct": _ONE,
-    "use_mrope": _OFF,
-    # Queries, keys and attention scores.
-    "attention_bias": _OFF,
-    "attention_multiplier": _NONE,
-    "attn_logit_softcapping": _NONE,
-    "attn_temperature_tuning": _OFF,
-    "clip_qkv": _NONE,
-    "qk_layernorm": _OFF,
-    "query_pre_attn_scalar": _NONE,
-    "use_qk_norm": _OFF,
-    # The residual stream, the MLP and the logits.
-    "embedding_multiplier": _ONE,
-    "final_logit_softcapping": _NONE,
-    "lm_head_multiplier": _ONE,
-    "logit_scale": _ONE,
-    "logits_scaling": _ONE,
-    "logits_soft_cap": _NONE,
-    "mlp_bias": _OFF,
-    "parallel_attn": _OFF,
-    "residual_multiplier": _ONE,
-    "use_parallel_residual": _OFF,
+    **dict.fromkeys(_ABSENT.split(), (None,)),
+    **dict.fromkeys(_OFF.split(), (None, False)),
+    **dict.fromkeys(_ONE.split(), (None, 1)),
 }
 CHECKED_FIELDS = tuple(_HARMLESS_VALUES)
 

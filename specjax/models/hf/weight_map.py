@@ -174,11 +174,8 @@ def stored_tensors(
 
 
 def _split_tensors(array: jax.Array, entry: WeightEntry) -> list[jax.Array]:
-    if len(entry.shapes) == 1:
-        tensors = [array]
-    else:
-        ends = itertools.accumulate(shape[0] for shape in entry.shapes)
-        tensors = jnp.split(array, list(ends)[:-1], axis=-1)
+    ends = itertools.accumulate(shape[0] for shape in entry.shapes)
+    tensors = jnp.split(array, list(ends)[:-1], axis=-1)
     return [tensor.T if entry.transposed else tensor for tensor in tensors]
 
 
