@@ -29,6 +29,23 @@ class _Move(NamedTuple):
     targets: np.ndarray
 
 
+class _Moves:
+    """Distinct moves, numbered in the order in which they came."""
+
+    def __init__(self, moves: Iterable[_Move] = ()) -> None:
+        self.distinct: list[_Move] = []
+        self._numbers: dict[bytes, int] = {}
+        self.numbers = np.array([self.add(move) for move in moves], np.int32)
+
+    def add(self, move: _Move) -> int:
+        """Returns the number of a move."""
+        key = move.sources.tobytes() + move.targets.tobytes()
+        number = self._numbers.setdefault(key, len(self.distinct))
+        if number == len(self.distinct):
+            self.distinct.append(move)
+        return number
+
+
 def max_states(vocab_size: int) -> int:
     """Returns the maximum number of states: masks of at most 512 MiB, at most 65536 states."""
     return min(_MAX_STATES, _MAX_BYTES // (4 * max(1, _num_words(vocab_size))))
@@ -67,8 +84,8 @@ def token_automaton(
     numbers[eos] = len(moves) - 1
     distinct, of_token = np.unique(numbers, return_inverse=True)
     moves, num_states = _keep_complete([moves[i] for i in distinct], end)
-    merged, of_move = _merge(moves)
-    classes = of_move[of_token.reshape(-1)]
+    numbered = _Moves(moves)
+    merged, classes = numbered.distinct, numbered.numbers[of_token.reshape(-1)]
     if 4 * num_states * len(merged) > _MAX_BYTES:
         raise ValueError(
             f"the grammar has {num_states} states and {len(merged)} classes of tokens, whose table "
@@ -92,9 +109,8 @@ def _moves_of_tokens(
     """
     states = np.arange(len(table), dtype=np.int32)
     nowhere = _Move(states[:0], states[:0])
-    moves, after = [nowhere, _Move(states, states)], {}
-    known = {_key(move): i for i, move in enumerate(moves)}
-    classes = _merge([_Move(states, column) for column in table.T])[1]
+    moves, after = _Moves([nowhere, _Move(states, states)]), {}
+    classes = _Moves(_Move(states, column) for column in table.T).numbers
     lengths = np.array(list(map(len, vocabulary)))
     text = classes[np.frombuffer(b"".join(vocabulary), np.uint8)]
     first = np.cumsum(lengths) - lengths
@@ -107,30 +123,11 @@ def _moves_of_tokens(
         distinct, places = np.unique(steps, return_inverse=True)
         for step in distinct.tolist():
             if step not in after:
-                sources, targets = moves[step // 256]
+                sources, targets = moves.distinct[step // 256]
                 targets = table[targets, column[step % 256]]
-                move = _Move(sources[targets >= 0], targets[targets >= 0])
-                after[step] = known.setdefault(_key(move), len(moves))
-                if after[step] == len(moves):
-                    moves.append(move)
+                after[step] = moves.add(_Move(sources[targets >= 0], targets[targets >= 0]))
         numbers[reading] = np.array([after[step] for step in distinct.tolist()], np.int32)[places]
-    return moves, numbers
-
-
-def _key(move: _Move) -> bytes:
-    return move.sources.tobytes() + move.targets.tobytes()
-
-
-def _merge(moves: Sequence[_Move]) -> tuple[list[_Move], np.ndarray]:
-    """Returns the distinct moves, and the index of each move among them, i32[len(moves)]."""
-    known: dict[bytes, int] = {}
-    merged: list[_Move] = []
-    numbers = []
-    for move in moves:
-        numbers.append(known.setdefault(_key(move), len(merged)))
-        if numbers[-1] == len(merged):
-            merged.append(move)
-    return merged, np.array(numbers, np.int32)
+    return moves.distinct, numbers
 
 
 def _keep_complete(moves: Sequence[_Move], end: int) -> tuple[list[_Move], int]:

@@ -74,7 +74,7 @@ MUTATIONS = (
         "an integer of as many digits as the greater bound is above it",
     ),
     Mutation(
-        "specjax.contrib.grammars.token_automaton._key",
+        "specjax.contrib.grammars.token_automaton._Moves.add",
         "move.sources.tobytes() + move.targets.tobytes()",
         "move.targets.tobytes()",
         token_automata(_LEADS),
