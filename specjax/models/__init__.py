@@ -20,9 +20,8 @@ from specjax.models.heads.eagle3 import Eagle3Config, build_eagle3, unrolled_eag
 from specjax.models.heads.eagle3_folder import load_eagle3, save_eagle3
 from specjax.models.heads.head_folder import draft_kind
 from specjax.models.hf.chat_template import chat_prompt
-from specjax.models.hf.checkpoint import load, load_shapes, save
+from specjax.models.hf.checkpoint import load, load_shapes, load_tokenizer, save
 from specjax.models.hf.config_reader import load_config
-from specjax.models.hf.tokenizer import load_tokenizer
 from specjax.models.load_drafter import DraftInfo, load_drafter, read_draft
 from specjax.models.pretrained import pretrained_folder
 from specjax.models.sharding.sharded_model import split_model

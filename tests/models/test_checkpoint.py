@@ -624,7 +624,7 @@ def test_a_load_that_takes_long_shows_a_bar_on_a_terminal(folder, monkeypatch, t
     monkeypatch.setenv("TERM", "xterm-256color")
     load(folder)
     assert not stderr.getvalue(), "a short load shows nothing"
-    monkeypatch.setattr("specjax.models.hf.progress._SECONDS_BEFORE_BAR", 0.0)
+    monkeypatch.setattr("specjax.models.hf.checkpoint._SECONDS_BEFORE_BAR", 0.0)
     load(folder)
     assert ("loading model" in stderr.getvalue()) is terminal
 

@@ -52,7 +52,6 @@ INSIDE_MODELS = {
     "specjax.models.sharding": (
         "specjax.models",
         "specjax.models.hf.checkpoint",
-        "specjax.models.hf.read_shares",
     ),
     "specjax.models.hf": (
         "specjax.models",

@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 from specjax.file_io import JsonObject, quote
 from specjax.models.decoder.config import TransformerConfig
 from specjax.models.hf.config_fields import FIELD_NAMES, OBJECT, Field
-from specjax.models.hf.config_reader import read_fields
-from specjax.models.hf.unread_fields import CHECKED_FIELDS
+from specjax.models.hf.config_reader import CHECKED_FIELDS, read_fields
 
 __all__ = [
     "ANY",

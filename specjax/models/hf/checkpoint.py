@@ -1,8 +1,12 @@
-"""Loads and saves models as Hugging Face folders."""
+"""Loads and saves models as Hugging Face folders, and loads their tokenizers."""
 
+import contextlib
 import dataclasses
 import os
 import pathlib
+import sys
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -11,32 +15,42 @@ import numpy as np
 import tokenizers
 from jax.tree_util import keystr
 from jax.typing import DTypeLike
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-from specjax.devices.placement import parse_mesh
-from specjax.file_io import replace_file
+from specjax.devices.placement import Placement, parse_mesh
+from specjax.file_io import replace_file, shorten
 from specjax.implementation import Implementation
 from specjax.models.decoder.config import DTYPES, TransformerConfig
 from specjax.models.decoder.transformer import build, param_shapes
 from specjax.models.hf.config_reader import load_config
 from specjax.models.hf.config_writer import write_fields
-from specjax.models.hf.folder import find_member, write_folder
+from specjax.models.hf.folder import find_member, read_small_file, write_folder
 from specjax.models.hf.mapped_tensors import MappedTensors, has_weights
-from specjax.models.hf.progress import loading_bar
-from specjax.models.hf.read_shares import assemble_shares
 from specjax.models.hf.weight_map import (
+    WeightEntry,
     assemble_arrays,
+    concatenate,
+    concatenate_on_device,
     get_path,
     set_path,
     stored_tensors,
     weight_entries,
 )
 from specjax.models.sharding.sharded_model import sharded_model
-from specjax.models.sharding.share import shard_config
+from specjax.models.sharding.share import (
+    is_stacked,
+    shard_config,
+    share_shapes,
+    share_views,
+    split_axis,
+)
 from specjax.types import Model
 
-__all__ = ["load", "load_shapes", "resolve_dtype", "save"]
+__all__ = ["load", "load_shapes", "load_tokenizer", "resolve_dtype", "save"]
 
 _WEIGHTS, _ADAPTER = "model.safetensors", "adapter_config.json"
+_SECONDS_BEFORE_BAR = 1.0
 
 
 def resolve_dtype(dtype: DTypeLike | None, folder_dtype: str) -> str:
@@ -115,17 +129,91 @@ def load(
         tensors.check_tied(head, "model.embed_tokens.weight")
     tensors.check_all_read((name for entry, _ in entries for name in entry.names), head)
     params: dict[str, Any] = {}
-    with loading_bar(f"loading {pathlib.Path(folder).name}", total) as advance:
+    with _loading_bar(f"loading {pathlib.Path(folder).name}", total) as advance:
         if placement is None:
             arrays = assemble_arrays(entries, config.dtype)
         else:
-            arrays = assemble_shares(entries, config, placement)
+            arrays = _assemble_shares(entries, config, placement)
         for (entry, views), array in zip(entries, arrays, strict=True):
             set_path(params, entry.path, array)
             advance(sum(view.nbytes for view in views))
     if placement is not None:
         return sharded_model(config, params, placement, implementation=implementation), config
     return build(config, params, implementation=implementation), config
+
+
+@contextlib.contextmanager
+def _loading_bar(description: str, total: int) -> Iterator[Callable[[int], None]]:
+    """Yields a function that counts loaded bytes; after a second a bar appears on standard error.
+
+    With several processes only the first one shows it.
+
+    Args:
+      description: stands next to the bar.
+      total: bytes to load.
+    """
+    if sys.stderr is None or not sys.stderr.isatty() or jax.process_index():
+        yield lambda _: None
+        return
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn())
+    console = Console(file=sys.stderr)
+    start = time.monotonic()
+    progress = Progress(*columns, TimeRemainingColumn(), console=console, transient=True)
+    task = progress.add_task(description, total=total)
+
+    def advance(num_bytes: int) -> None:
+        progress.advance(task, num_bytes)
+        if time.monotonic() - start > _SECONDS_BEFORE_BAR:
+            progress.start()
+
+    try:
+        yield advance
+    finally:
+        progress.stop()
+
+
+def _assemble_shares(
+    entries: list[tuple[WeightEntry, list[np.ndarray]]],
+    config: TransformerConfig,
+    placement: Placement,
+) -> Iterator[jax.Array]:
+    """Yields the array of each entry over the devices; a device receives only its share.
+
+    Args:
+      entries: each with views of its tensors, as for `assemble_arrays`.
+      config: of the whole model.
+      placement: of the model.
+    """
+    shapes: Any = share_shapes(config, placement)
+    for entry, views in entries:
+        like: Any = get_path(shapes, entry.path)
+        is_split = placement.model is not None and split_axis(entry.path) is not None
+        num_shares = placement.num_shares if is_split else 1
+        rows = like.shape[0] // num_shares
+        by_share: dict[int, jax.Array] = {}
+        arrays = []
+        for device, index in like.sharding.addressable_devices_indices_map(like.shape).items():
+            share = (index[0].start or 0) // rows if is_split else 0
+            if share not in by_share:
+                own = views
+                if is_split:
+                    of_share = (config, num_shares, entry.path, share, entry.transposed)
+                    own = share_views(views, *of_share)
+                by_share[share] = _put(own, entry, like, device)
+            arrays.append(jax.device_put(by_share[share], device))
+        yield jax.make_array_from_single_device_arrays(like.shape, like.sharding, arrays)
+
+
+def _put(views: list[np.ndarray], entry: WeightEntry, like: Any, device: jax.Device) -> jax.Array:
+    """Returns a share's array, transposed and concatenated on its device."""
+    lead = (1,) if is_stacked(entry.path) and len(like.shape) > views[0].ndim else ()
+    if device.platform == "cpu":
+        array = concatenate(views, entry.transposed, like.dtype.name)
+        return jax.device_put(array.reshape(*lead, *array.shape), device)
+    there = [jax.device_put(view, device) for view in views]
+    on_device = concatenate_on_device(there, entry.transposed, like.dtype.name)
+    # One at a time, so that the tensors of only one are on the device as well.
+    return jax.block_until_ready(on_device.reshape(*lead, *on_device.shape))
 
 
 def load_shapes(
@@ -211,3 +299,32 @@ def _check_whole(params: Any, config: TransformerConfig) -> None:
                 f"params has {keystr(path)} of shape {shape}; by config it needs {like.shape}. "
                 "Parameters of split_model have other shapes: save those of build."
             )
+
+
+def load_tokenizer(folder: str | os.PathLike[str]) -> tokenizers.Tokenizer:
+    """Reads `tokenizer.json` as a tokenizer that neither truncates nor pads.
+
+    Args:
+      folder: a Hugging Face folder.
+
+    Returns:
+      The tokenizer.
+
+    Raises:
+      ValueError: if the file is missing or unreadable.
+
+    Example:
+      >>> from specjax.models import pretrained_folder
+      >>> load_tokenizer(pretrained_folder("draft")).get_vocab_size()
+      4096
+    """
+    path = find_member(folder, "tokenizer.json")
+    data = read_small_file(path)
+    try:
+        tokenizer = tokenizers.Tokenizer.from_buffer(data)
+    except Exception as error:  # The library raises a bare Exception.
+        raise ValueError(f"{path} cannot be read as a tokenizer ({shorten(error)}).") from None
+    # The file may hold lengths of the training, which would cut prompts silently.
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer

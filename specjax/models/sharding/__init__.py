@@ -2,7 +2,7 @@
 
 This is Megatron's tensor parallelism: a device has a share of the heads, of each MLP, and of the
 vocabulary. Open `share` first, which gives a share's part of each array. `split_model` runs all
-shares as one `Model`; `specjax.models.hf.read_shares` reads each from a folder.
+shares as one `Model`; `specjax.models.hf.checkpoint` reads each from a folder.
 
 Per layer devices exchange two sums of [B, T, E], after attention and after the MLP, and per step
 one after the embedding. A device has the logits [B, T, W], W = ceil(V / num_shares) rounded up to

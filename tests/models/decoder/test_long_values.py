@@ -11,9 +11,8 @@ from specjax.models import chat_prompt, draft_kind, load_tokenizer
 from specjax.models.heads.eagle3_folder import EAGLE3
 from specjax.models.heads.head_folder import open_head
 from specjax.models.hf.config_fields import _FIELDS, read_field
-from specjax.models.hf.config_reader import read_fields
+from specjax.models.hf.config_reader import read_fields, refuse_unread
 from specjax.models.hf.mapped_tensors import MappedTensors
-from specjax.models.hf.unread_fields import refuse_unread
 
 LONG = "a" * 10**6
 
