@@ -10,7 +10,7 @@ from safetensors.numpy import save_file
 from specjax.models import TransformerConfig, load_drafter, read_draft
 from specjax.models.heads.dflash_folder import DFLASH
 from specjax.models.heads.eagle3_folder import EAGLE3
-from specjax.models.heads.head_fields import default_taps, read_head_fields
+from specjax.models.heads.head_fields import HeadFields, default_taps
 from specjax.models.heads.head_folder import HeadTensors, draft_kind, open_head
 from specjax.models.hf.weight_map import WeightEntry
 
@@ -113,7 +113,7 @@ IDS = "eagle_aux_hidden_state_layer_ids"
     ],
 )
 def test_taps_are_counted_by_the_convention_of_their_place(fields, taps):
-    assert read_head_fields(LAYER | fields, "config.json").taps == taps
+    assert HeadFields(LAYER | fields, "config.json").taps == taps
     assert default_taps(36) == (2, 18, 33)
 
 
@@ -133,14 +133,14 @@ def test_the_speculators_format_names_its_layer_its_k_and_its_verifier():
             "verifier": {"name_or_path": "meta/Llama"},
         },
     }
-    head = read_head_fields(fields, "config.json")
+    head = HeadFields(fields, "config.json")
     # The format leaves out what is the class's own.
     assert (head.layer.vocab_size, head.draft_vocab_size) == (32000, 40)
     assert (head.layer.hidden_size, head.target_hidden_size) == (24, 24)
     assert (head.layer.dtype, head.num_speculative_tokens) == ("bfloat16", 3)
     assert head.verifier == "meta/Llama"
     qwen = {"speculators_model_type": "eagle3", "transformer_layer_config": {}}
-    assert read_head_fields(qwen, "config.json").layer.qk_norm
+    assert HeadFields(qwen, "config.json").layer.qk_norm
 
 
 @pytest.mark.parametrize(
@@ -162,7 +162,7 @@ def test_the_speculators_format_names_its_layer_its_k_and_its_verifier():
 )
 def test_what_a_config_may_not_say_is_refused_in_a_sentence(fields, sentence):
     with pytest.raises(ValueError, match=sentence):
-        read_head_fields(LAYER | fields, "config.json")
+        HeadFields(LAYER | fields, "config.json")
 
 
 def write_tensors(folder, **tensors):

@@ -6,12 +6,11 @@ no effect, has an empty value (null, false, 0, empty), or is refused.
 """
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from specjax.file_io import JsonObject, quote
-from specjax.models.decoder.config import TransformerConfig
 from specjax.models.hf.config_fields import FIELD_NAMES, OBJECT, Field
-from specjax.models.hf.config_reader import CHECKED_FIELDS, read_fields
+from specjax.models.hf.config_reader import CHECKED_FIELDS, read_fields, refuse_quantised
 
 __all__ = [
     "ANY",
@@ -21,7 +20,6 @@ __all__ = [
     "SIZE",
     "any_of",
     "default_taps",
-    "read_head_fields",
     "refuse_unknown",
 ]
 
@@ -122,7 +120,7 @@ _ROPE = any_of(
 _SPECULATION = any_of("algorithm default_proposal_method proposal_methods verifier")
 
 
-class HeadFields(NamedTuple):
+class HeadFields:
     """The fields of a config.json, independent of its format.
 
     Attributes:
@@ -137,18 +135,44 @@ class HeadFields(NamedTuple):
       num_speculative_tokens: K that the head was made for, or None.
       verifier: the name of the target that it was trained for, or None.
       nested: an object of the JSON that may hold fields of the top level, too.
+
+    Raises:
+      ValueError: if a field is missing, has a wrong type, or asks for something unsupported.
+
+    Example:
+      >>> fields = {"model_type": "llama", "vocab_size": 64, "hidden_size": 16,
+      ...     "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4,
+      ...     "draft_vocab_size": 40, "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3]}}
+      >>> head = HeadFields(fields, "config.json")
+      >>> head.layer.head_dim, head.draft_vocab_size, head.taps
+      (4, 40, (2, 4))
     """
 
-    fields: JsonObject
-    source: str
-    layer: TransformerConfig
-    layer_kind: str
-    target_hidden_size: int
-    draft_vocab_size: int
-    taps: tuple[int, ...] | None
-    num_speculative_tokens: int | None
-    verifier: str | None
-    nested: str
+    def __init__(self, fields: JsonObject, source: str, nested: str = "") -> None:
+        refuse_quantised(fields, source)
+        # Of a head's rows; a model's layer has another meaning of it.
+        inner = {name: value for name, value in fields.items() if name != "is_causal"}
+        if fields.get("speculators_model_type") is not None:
+            inner = {"model_type": "qwen3"} | _object(fields, "transformer_layer_config", source)
+            inner = _CLASS_SIZES.get(str(inner["model_type"]), {}) | inner
+            # The tensors are of the outer object's.
+            inner = {"dtype": fields.get("dtype") or fields.get("torch_dtype")} | inner
+        inner = {name: value for name, value in inner.items() if name not in _IGNORED_FIELDS}
+        layer = self.layer = read_fields(inner, source)
+        self.fields, self.source, self.nested = fields, source, nested
+        self.layer_kind: str = inner["model_type"]
+        self.target_hidden_size = self._size("target_hidden_size", layer.hidden_size)
+        self.draft_vocab_size = self._size("draft_vocab_size", layer.vocab_size)
+        if self.draft_vocab_size > layer.vocab_size:
+            raise ValueError(
+                f"{source} has draft_vocab_size {self.draft_vocab_size} and vocab_size "
+                f"{layer.vocab_size}; a draft's vocabulary is a part of the target's."
+            )
+        self.taps = _read_taps(fields, source)
+        speculation = _object(fields, "speculators_config", source)
+        self.num_speculative_tokens = _read_k(speculation, source)
+        verifier = _object(speculation, "verifier", source).get("name_or_path")
+        self.verifier = verifier if isinstance(verifier, str) and verifier else None
 
     def read(self, name: str, field: Field = _ANY_VALUE) -> Any:
         """Returns a field of the top level or of `nested`, equal if in both; None if in neither.
@@ -169,64 +193,8 @@ class HeadFields(NamedTuple):
             )
         return field.check(name, values[0] if values else None, self.source)
 
-
-def read_head_fields(fields: JsonObject, source: str, nested: str = "") -> HeadFields:
-    """Returns the fields of a head's config.json.
-
-    Args:
-      fields: the parsed JSON.
-      source: names the file in an error.
-      nested: an object of the JSON that may hold fields of the top level, too.
-
-    Raises:
-      ValueError: if a field is missing, has a wrong type, or asks for something unsupported.
-
-    Example:
-      >>> fields = {"model_type": "llama", "vocab_size": 64, "hidden_size": 16,
-      ...     "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4,
-      ...     "draft_vocab_size": 40, "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3]}}
-      >>> head = read_head_fields(fields, "config.json")
-      >>> head.layer.head_dim, head.draft_vocab_size, head.taps
-      (4, 40, (2, 4))
-    """
-    if fields.get("quantization_config") is not None:
-        raise ValueError(
-            f"{source} has a quantization_config; quantised weights are not supported; use a "
-            "folder with weights in a float dtype."
-        )
-    # Of a head's rows; a model's layer has another meaning of it.
-    inner = {name: value for name, value in fields.items() if name != "is_causal"}
-    if fields.get("speculators_model_type") is not None:
-        inner = {"model_type": "qwen3"} | _object(fields, "transformer_layer_config", source)
-        inner = _CLASS_SIZES.get(str(inner["model_type"]), {}) | inner
-        # The tensors are of the outer object's.
-        inner = {"dtype": fields.get("dtype") or fields.get("torch_dtype")} | inner
-    inner = {name: value for name, value in inner.items() if name not in _IGNORED_FIELDS}
-    layer = read_fields(inner, source)
-    names = "target_hidden_size", "draft_vocab_size"
-    target_hidden_size, draft_vocab_size = (
-        SIZE.check(name, fields.get(name), source) for name in names
-    )
-    draft_vocab_size = draft_vocab_size or layer.vocab_size
-    if draft_vocab_size > layer.vocab_size:
-        raise ValueError(
-            f"{source} has draft_vocab_size {draft_vocab_size} and vocab_size "
-            f"{layer.vocab_size}; a draft's vocabulary is a part of the target's."
-        )
-    speculation = _object(fields, "speculators_config", source)
-    verifier = _object(speculation, "verifier", source).get("name_or_path")
-    return HeadFields(
-        fields=fields,
-        source=source,
-        layer=layer,
-        layer_kind=inner["model_type"],
-        target_hidden_size=target_hidden_size or layer.hidden_size,
-        draft_vocab_size=draft_vocab_size,
-        taps=_read_taps(fields, source),
-        num_speculative_tokens=_read_k(speculation, source),
-        verifier=verifier if isinstance(verifier, str) and verifier else None,
-        nested=nested,
-    )
+    def _size(self, name: str, default: int) -> int:
+        return SIZE.check(name, self.fields.get(name), self.source) or default
 
 
 def refuse_unknown(

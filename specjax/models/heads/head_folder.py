@@ -21,7 +21,6 @@ from specjax.models.heads.eagle3 import Eagle3Config
 from specjax.models.heads.head_fields import (
     HeadFields,
     Known,
-    read_head_fields,
     refuse_unknown,
 )
 from specjax.models.hf.checkpoint import resolve_dtype
@@ -332,7 +331,7 @@ def open_head(
         raise ValueError(
             f"{folder} holds a {kind}; load_{form.kind} reads the folder of {form.title}."
         )
-    head = read_head_fields(fields, source, form.nested)
+    head = HeadFields(fields, source, form.nested)
     refuse_unknown(fields, source, form.title, form.known, {form.nested: form.known_nested})
     if head.layer_kind not in form.layer_kinds:
         raise ValueError(

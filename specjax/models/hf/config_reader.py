@@ -2,7 +2,7 @@
 
 import dataclasses
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 from specjax.file_io import JsonObject, quote
@@ -11,7 +11,14 @@ from specjax.models.hf.config_fields import SIZES, read_field
 from specjax.models.hf.folder import find_member, read_json_object
 from specjax.models.hf.rope_fields import read_local_rope, read_rope
 
-__all__ = ["CHECKED_FIELDS", "COPIED_FIELDS", "load_config", "read_fields", "refuse_unread"]
+__all__ = [
+    "CHECKED_FIELDS",
+    "COPIED_FIELDS",
+    "load_config",
+    "read_fields",
+    "refuse_quantised",
+    "refuse_unread",
+]
 
 _Fields = JsonObject
 _CONTENT = "the fields of a configuration"
@@ -57,29 +64,19 @@ class _Family(NamedTuple):
     Attributes:
       defaults: values of absent fields in transformers, where they differ from Llama's.
       implied: fields of `TransformerConfig` that the architecture fixes.
-      has_window: `(layer, fields) -> bool`, whether a layer has the sliding window if
-        `layer_types` is absent; None for a family without windows.
       extra_fields: fields read for this family and refused for others.
       fixed_values: values of unread fields that the architecture fixes.
-      is_gemma: names the activation `hidden_activation`, scales embeddings and queries.
+      is_gemma: names the activation `hidden_activation`, scales embeddings and queries, has layers
+        without the window by `sliding_window_pattern`.
       local_rope: whether layers with a window have other rotary frequencies.
     """
 
     defaults: _Fields
     implied: _Fields
-    has_window: Callable[[int, _Fields], bool] | None = None
     extra_fields: tuple[str, ...] = ()
     fixed_values: _Fields | None = None
     is_gemma: bool = False
     local_rope: bool = False
-
-
-def _after_max_window_layers(layer: int, values: _Fields) -> bool:
-    return values["sliding_window"] is not None and layer >= values["max_window_layers"]
-
-
-def _except_every_nth(layer: int, values: _Fields) -> bool:
-    return bool((layer + 1) % values["sliding_window_pattern"])
 
 
 _QWEN = {"sliding_window": 4096, "max_position_embeddings": 32768, "num_key_value_heads": 32}
@@ -119,7 +116,6 @@ _MISTRAL = _Family(
         "num_key_value_heads": 8,
     },
     {},
-    has_window=lambda layer, values: values["sliding_window"] is not None,
     extra_fields=_WINDOW_FIELDS,
 )
 _FAMILIES = {
@@ -130,19 +126,16 @@ _FAMILIES = {
     "qwen2": _Family(
         _QWEN,
         {"qkv_bias": True, "out_bias": False},
-        _after_max_window_layers,
         (*_WINDOW_FIELDS, _WINDOW_SWITCH, _BIAS),
     ),
     "qwen3": _Family(
         _QWEN | {"head_dim": 128},
         {"qk_norm": True},
-        _after_max_window_layers,
         (*_WINDOW_FIELDS, _WINDOW_SWITCH, _BIAS),
     ),
     "gemma2": _Family(
         _GEMMA_2,
         _GEMMA_IMPLIED,
-        _except_every_nth,
         extra_fields=(*_WINDOW_FIELDS, *_SCALE_FIELDS, _BIAS, "attn_logit_softcapping"),
         fixed_values={"sliding_window_pattern": 2},
         is_gemma=True,
@@ -150,7 +143,6 @@ _FAMILIES = {
     "gemma3_text": _Family(
         _GEMMA_3,
         _GEMMA_IMPLIED | {"qk_norm": True},
-        _except_every_nth,
         extra_fields=(
             *_WINDOW_FIELDS,
             *_SCALE_FIELDS,
@@ -195,7 +187,7 @@ def refuse_unread(
       ValueError: config.json has logit_scale 0.5, which changes the logits and is not read for \
 model_type 'llama'; it needs to be 1 or absent.
     """
-    _refuse_quantised(fields, source)
+    refuse_quantised(fields, source)
     _check_lm_head(fields.get("architectures"), source)
     window_is_off = fields.get("use_sliding_window") is False
     for name, harmless in _HARMLESS_VALUES.items():
@@ -219,7 +211,8 @@ def _is_allowed(value: Any, allowed: tuple[Any, ...]) -> bool:
     return value in allowed or (isinstance(value, list) and all(v in allowed for v in value))
 
 
-def _refuse_quantised(fields: JsonObject, source: str) -> None:
+def refuse_quantised(fields: JsonObject, source: str) -> None:
+    """Refuses a folder whose weights are quantised."""
     quantization = fields.get("quantization_config")
     if quantization is not None:
         method = quantization.get("quant_method") if isinstance(quantization, dict) else None
@@ -332,34 +325,32 @@ def _gemma_fields(fields: _Fields, source: str) -> _Fields:
 
 
 def _layer_windows(fields: _Fields, family: _Family, source: str) -> tuple[int | None, ...]:
-    if family.has_window is None:
+    if "sliding_window" not in family.extra_fields:
         return ()
-    values = {
-        name: read_field(name, fields, source)
-        for name in ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types")
-    }
-    values["sliding_window_pattern"] = fields.get("sliding_window_pattern")
+    window = read_field("sliding_window", fields, source)
+    is_on = read_field(_WINDOW_SWITCH, fields, source)
     layers = read_field("num_hidden_layers", fields, source)
+    kinds = read_field("layer_types", fields, source)
     has_switch = _WINDOW_SWITCH in family.extra_fields
-    if values["sliding_window"] is not None and not values[_WINDOW_SWITCH] and not has_switch:
+    if window is not None and not is_on and not has_switch:
         raise ValueError(
-            f"{source} has use_sliding_window False and sliding_window {values['sliding_window']}; "
+            f"{source} has use_sliding_window False and sliding_window {window}; "
             f"model_type {fields['model_type']!r} has no such switch; set sliding_window to "
             "null for none."
         )
-    window = values["sliding_window"] = values["sliding_window"] if values[_WINDOW_SWITCH] else None
-    layer_types = values["layer_types"]
-    if layer_types is None:
-        if family.has_window is _except_every_nth:
-            read_field("sliding_window_pattern", fields, source)
-        has_window = [family.has_window(layer, values) for layer in range(layers)]
-    elif len(layer_types) != layers:
+    window = window if is_on else None
+    first = read_field("max_window_layers", fields, source) if has_switch else 0
+    if kinds is None and family.is_gemma:
+        pattern = read_field("sliding_window_pattern", fields, source)
+        has_window = [bool((layer + 1) % pattern) for layer in range(layers)]
+    elif kinds is None:
+        has_window = [window is not None and layer >= first for layer in range(layers)]
+    elif len(kinds) != layers:
         raise ValueError(
-            f"{source} has {len(layer_types)} layer_types; it needs one for each of its "
-            f"{layers} layers."
+            f"{source} has {len(kinds)} layer_types; it needs one for each of its {layers} layers."
         )
     else:
-        has_window = [kind == "sliding_attention" for kind in layer_types]
+        has_window = [kind == "sliding_attention" for kind in kinds]
     if any(has_window) and window is None:
         raise ValueError(
             f"{source} has layers with sliding attention; it needs sliding_window, their size."
