@@ -65,7 +65,6 @@ class _Family(NamedTuple):
       defaults: values of absent fields in transformers, where they differ from Llama's.
       implied: fields of `TransformerConfig` that the architecture fixes.
       extra_fields: fields read for this family and refused for others.
-      fixed_values: values of unread fields that the architecture fixes.
       is_gemma: names the activation `hidden_activation`, scales embeddings and queries, has layers
         without the window by `sliding_window_pattern`.
       local_rope: whether layers with a window have other rotary frequencies.
@@ -74,7 +73,6 @@ class _Family(NamedTuple):
     defaults: _Fields
     implied: _Fields
     extra_fields: tuple[str, ...] = ()
-    fixed_values: _Fields | None = None
     is_gemma: bool = False
     local_rope: bool = False
 
@@ -137,7 +135,6 @@ _FAMILIES = {
         _GEMMA_2,
         _GEMMA_IMPLIED,
         extra_fields=(*_WINDOW_FIELDS, *_SCALE_FIELDS, _BIAS, "attn_logit_softcapping"),
-        fixed_values={"sliding_window_pattern": 2},
         is_gemma=True,
     ),
     "gemma3_text": _Family(
@@ -165,7 +162,7 @@ def refuse_unread(
     fields: JsonObject,
     source: str,
     extra_fields: Collection[str],
-    fixed_values: Mapping[str, Any],
+    defaults: Mapping[str, Any],
 ) -> None:
     """Refuses fields that change the logits and that the family does not read.
 
@@ -173,7 +170,7 @@ def refuse_unread(
       fields: the parsed JSON.
       source: names the file in an error.
       extra_fields: names of the fields that the family reads.
-      fixed_values: values that the architecture fixes; they pass as well.
+      defaults: values that an absent field has; they pass as well.
 
     Raises:
       ValueError: if there is such a field, if weights are quantised, or if the architecture does
@@ -191,20 +188,14 @@ model_type 'llama'; it needs to be 1 or absent.
     _check_lm_head(fields.get("architectures"), source)
     window_is_off = fields.get("use_sliding_window") is False
     for name, harmless in _HARMLESS_VALUES.items():
-        if (
-            name not in fields
-            or name in extra_fields
-            or (name == "sliding_window" and window_is_off)
-        ):
-            continue
-        allowed = (*harmless, fixed_values[name]) if name in fixed_values else harmless
-        if _is_allowed(fields[name], allowed):
-            continue
-        raise ValueError(
-            f"{source} has {name} {quote(fields[name])}, which changes the logits and is "
-            f"not read for model_type {fields['model_type']!r}; it needs to be "
-            f"{'null' if allowed[-1] is None else repr(allowed[-1])} or absent."
-        )
+        is_read = name in extra_fields or (name == "sliding_window" and window_is_off)
+        allowed = (*harmless, defaults[name]) if name in defaults else harmless
+        if name in fields and not is_read and not _is_allowed(fields[name], allowed):
+            raise ValueError(
+                f"{source} has {name} {quote(fields[name])}, which changes the logits and is "
+                f"not read for model_type {fields['model_type']!r}; it needs to be "
+                f"{'null' if allowed[-1] is None else repr(allowed[-1])} or absent."
+            )
 
 
 def _is_allowed(value: Any, allowed: tuple[Any, ...]) -> bool:
@@ -222,14 +213,11 @@ def refuse_quantised(fields: JsonObject, source: str) -> None:
         )
 
 
-def _predicts_next(name: Any) -> bool:
-    return isinstance(name, str) and name.endswith(_LM_HEAD_SUFFIXES)
-
-
 def _check_lm_head(architectures: Any, source: str) -> None:
     # One architecture that predicts the next token is enough.
     names = architectures if isinstance(architectures, list) else [architectures]
-    if architectures in (None, []) or any(map(_predicts_next, names)):
+    named = (name for name in names if isinstance(name, str))
+    if architectures in (None, []) or any(name.endswith(_LM_HEAD_SUFFIXES) for name in named):
         return
     raise ValueError(
         f"{source} has architectures {quote(architectures)}; a model needs a head for "
@@ -281,12 +269,11 @@ def read_fields(fields: JsonObject, source: str = "config.json") -> TransformerC
         for name in family.extra_fields
         if not (is_multimodal and name == "final_logit_softcapping")
     ]
-    refuse_unread(fields, source, extra_fields, family.fixed_values or {})
+    refuse_unread(fields, source, extra_fields, family.defaults)
     merged = family.defaults | fields
     theta, scaling = read_rope(merged, source, family.local_rope)
     heads = read_field("num_attention_heads", merged, source)
-    eos, dtype = (read_field(name, merged, source) for name in ("eos_token_id", "dtype"))
-    dtype = dtype or read_field("torch_dtype", merged, source) or "float32"
+    dtypes = (read_field(name, merged, source) for name in ("dtype", "torch_dtype"))
     values = {name: read_field(name, merged, source) for name in COPIED_FIELDS}
     head_dim = read_field("head_dim", merged, source)
     bias = read_field(_BIAS, merged, source)
@@ -304,13 +291,18 @@ def read_fields(fields: JsonObject, source: str = "config.json") -> TransformerC
             local_rope_theta=read_local_rope(merged, source) if family.local_rope else None,
             layer_windows=_layer_windows(merged, family, source),
             hidden_act=read_field(activation, merged, source),
-            eos_token_ids=tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
-            dtype=dtype,
+            eos_token_ids=_eos_token_ids(merged, source) or (),
+            dtype=next(filter(None, dtypes), "float32"),
         )
     except ValueError as error:
         if str(error).startswith(source):
             raise
         raise ValueError(f"{source} contradicts itself: {error}") from None
+
+
+def _eos_token_ids(fields: _Fields, source: str) -> tuple[int, ...] | None:
+    eos = read_field("eos_token_id", fields, source)
+    return tuple(eos) if isinstance(eos, list) else None if eos is None else (eos,)
 
 
 def _gemma_fields(fields: _Fields, source: str) -> _Fields:
@@ -381,12 +373,8 @@ def load_config(folder: str | os.PathLike[str]) -> TransformerConfig:
     generation_config = path.with_name("generation_config.json")
     if not generation_config.is_file():
         return config
-    eos_token_ids = read_field(
-        "eos_token_id", read_json_object(generation_config, _CONTENT), str(generation_config)
-    )
+    fields = read_json_object(generation_config, _CONTENT)
+    eos_token_ids = _eos_token_ids(fields, str(generation_config))
     if eos_token_ids is None:
         return config
-    return dataclasses.replace(
-        config,
-        eos_token_ids=tuple(eos_token_ids if type(eos_token_ids) is list else [eos_token_ids]),
-    )
+    return dataclasses.replace(config, eos_token_ids=eos_token_ids)

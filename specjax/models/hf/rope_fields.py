@@ -30,10 +30,7 @@ def read_rope(
       ValueError: if the scaling is neither "linear" nor "llama3" or lacks a number, or if
         `rope_parameters` does not match `has_local`.
     """
-    new, old = (
-        read_field(_NEW_FIELD, fields, source) or {},
-        read_field(_OLD_FIELD, fields, source) or {},
-    )
+    new, old = (read_field(name, fields, source) or {} for name in (_NEW_FIELD, _OLD_FIELD))
     if new and bool(new.keys() & set(_LAYER_KINDS)) != has_local:
         raise ValueError(
             f"{source} has {_NEW_FIELD} for {'all layers' if has_local else 'each kind of layer'}; "
