@@ -141,12 +141,11 @@ def _keep_complete(moves: Sequence[_Move], end: int) -> tuple[list[_Move], int]:
     inside = completes[targets]
     kept = completes & _reached(sources[inside], targets[inside], 0, end + 1)
     numbers = np.where(kept, np.cumsum(kept) - 1, -1).astype(np.int32)
-    renumbered = [_Move(*(numbers[states] for states in move)) for move in moves]
-    masks = [(move.sources >= 0) & (move.targets >= 0) for move in renumbered]
-    kept_moves = [
-        _Move(move.sources[mask], move.targets[mask])
-        for move, mask in zip(renumbered, masks, strict=True)
-    ]
+    kept_moves = []
+    for move in moves:
+        sources, targets = numbers[move.sources], numbers[move.targets]
+        is_kept = (sources >= 0) & (targets >= 0)
+        kept_moves.append(_Move(sources[is_kept], targets[is_kept]))
     return kept_moves, int(kept.sum())
 
 

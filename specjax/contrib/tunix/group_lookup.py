@@ -1,5 +1,6 @@
 """`group_lookup_drafter`: drafts what follows a request's last tokens in its group's texts."""
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -7,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax.config import SpeculativeConfig
-from specjax.decode.drafters import Drafter
+from specjax.decode.drafters import Drafter, ngram_drafter
 from specjax.decode.propose import DraftInputs
 from specjax.types import Draft
 
@@ -46,23 +47,14 @@ def group_lookup_drafter(groups: Any, *, max_ngram: int = 3, min_ngram: int = 1)
       >>> draft.token_ids.tolist(), draft.num_tokens.tolist()
       ([[-1, -1], [7, 8], [-1, -1]], [0, 2, 0])
     """
-    if not 1 <= min_ngram <= max_ngram:
-        raise ValueError(
-            f"min_ngram is {min_ngram} and max_ngram {max_ngram}; 1 <= min_ngram <= max_ngram is "
-            "needed."
-        )
-    return Drafter(jnp.asarray(groups, jnp.int32), *_lookup_functions(max_ngram, min_ngram))
+    drafter = ngram_drafter(max_ngram, min_ngram)  # It refuses a range, and has no state either.
+    groups = jnp.asarray(groups, jnp.int32)
+    return dataclasses.replace(drafter, params=groups, propose=_propose(max_ngram, min_ngram))
 
 
 @functools.lru_cache(maxsize=64)
-def _lookup_functions(max_ngram: int, min_ngram: int) -> tuple[Any, Any, Any]:
-    """Returns the functions of a drafter; equal ones for equal ranges, to share programs."""
-
-    def init(params: Any, batch_size: int, max_length: int) -> Any:
-        return ()
-
-    def extend(params: Any, state: Any, *chunk: Any) -> Any:
-        return state
+def _propose(max_ngram: int, min_ngram: int) -> Any:
+    """Returns `Drafter.propose`; equal ones for equal ranges, to share programs."""
 
     def propose(
         groups: jax.Array,
@@ -85,7 +77,7 @@ def _lookup_functions(max_ngram: int, min_ngram: int) -> tuple[Any, Any, Any]:
         ids, count = jax.vmap(look_up)(jnp.arange(groups.shape[0], dtype=jnp.int32))
         return Draft(ids, num_tokens=jnp.minimum(num_tokens, count)), state
 
-    return init, extend, propose
+    return propose
 
 
 def _look_up(

@@ -10,7 +10,7 @@ _GROUP = "test_a_request_drafts_what_followed_in_its_group_alone"
 
 MUTATIONS = (
     Mutation(
-        "specjax.contrib.tunix.group_lookup._lookup_functions",
+        "specjax.contrib.tunix.group_lookup._propose",
         "groups == groups[request]",
         "groups >= 0",
         group_lookup(_GROUP),
