@@ -14,11 +14,10 @@ from specjax.models.decoder.config import TransformerConfig
 from specjax.models.decoder.rope import RopeScaling
 from specjax.models.decoder.transformer import Transformer, build, functions
 from specjax.models.heads.dflash import DFlashConfig, build_dflash
-from specjax.models.heads.dflash_folder import load_dflash, save_dflash
 from specjax.models.heads.drafters import dflash_drafter, eagle3_drafter
 from specjax.models.heads.eagle3 import Eagle3Config, build_eagle3, unrolled_eagle3
-from specjax.models.heads.eagle3_folder import load_eagle3, save_eagle3
 from specjax.models.heads.head_folder import draft_kind
+from specjax.models.heads.head_formats import load_dflash, load_eagle3, save_dflash, save_eagle3
 from specjax.models.hf.chat_template import chat_prompt
 from specjax.models.hf.checkpoint import load, load_shapes, load_tokenizer, save
 from specjax.models.hf.config_reader import load_config

@@ -11,9 +11,7 @@ from specjax.config import SpeculativeConfig
 from specjax.decode.drafters import Drafter, model_drafter
 from specjax.implementation import Implementation
 from specjax.models.decoder.config import TransformerConfig
-from specjax.models.heads.dflash_folder import DFLASH
 from specjax.models.heads.drafters import check_target, dflash_drafter, eagle3_drafter
-from specjax.models.heads.eagle3_folder import EAGLE3
 from specjax.models.heads.head_folder import (
     DraftKind,
     HeadFormat,
@@ -22,6 +20,7 @@ from specjax.models.heads.head_folder import (
     open_head,
     refuse_eagle1,
 )
+from specjax.models.heads.head_formats import DFLASH, EAGLE3
 from specjax.models.hf.checkpoint import load
 from specjax.models.hf.config_reader import load_config
 from specjax.models.hf.folder import read_json_object

@@ -16,8 +16,8 @@ from specjax.models import (
     read_draft,
     save_dflash,
 )
-from specjax.models.heads.dflash_folder import DFLASH
 from specjax.models.heads.head_folder import draft_kind, open_head
+from specjax.models.heads.head_formats import DFLASH
 
 pytestmark = pytest.mark.once
 

@@ -11,8 +11,8 @@ import pytest
 from specjax.models import build
 from specjax.models.decoder.config import TransformerConfig
 from specjax.models.heads.drafters import eagle3_drafter
-from specjax.models.heads.eagle3_folder import EAGLE3, load_eagle3, save_eagle3
 from specjax.models.heads.head_folder import open_head
+from specjax.models.heads.head_formats import EAGLE3, load_eagle3, save_eagle3
 from specjax.models.load_drafter import load_drafter
 
 pytestmark = pytest.mark.once

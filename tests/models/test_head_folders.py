@@ -8,10 +8,9 @@ from hub_heads import PUBLISHED
 from safetensors.numpy import save_file
 
 from specjax.models import TransformerConfig, load_drafter, read_draft
-from specjax.models.heads.dflash_folder import DFLASH
-from specjax.models.heads.eagle3_folder import EAGLE3
 from specjax.models.heads.head_fields import HeadFields, default_taps
 from specjax.models.heads.head_folder import HeadTensors, draft_kind, open_head
+from specjax.models.heads.head_formats import DFLASH, EAGLE3
 from specjax.models.hf.weight_map import WeightEntry
 
 pytestmark = pytest.mark.once

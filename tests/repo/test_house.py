@@ -56,8 +56,7 @@ INSIDE_MODELS = {
     "specjax.models.hf": (
         "specjax.models",
         "specjax.models.load_drafter",
-        "specjax.models.heads.dflash_folder",
-        "specjax.models.heads.eagle3_folder",
+        "specjax.models.heads.head_formats",
         "specjax.models.heads.head_fields",
         "specjax.models.heads.head_folder",
     ),

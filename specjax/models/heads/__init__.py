@@ -9,7 +9,7 @@ that are named after neither kind serve both.
 | `dflash` | DFlash: variants, forward pass over a block |
 | `drafters` | the drafters of both, the parts of its target that a head uses |
 | `sample_block` | draws a block from ready logits |
-| `eagle3_folder`, `dflash_folder` | their folders: read in every format, written in one |
+| `head_formats` | their folders: read in every format, written in one |
 | `head_folder` | opens, loads and saves a folder of any kind; tensors by the names of any format |
 | `head_fields` | common fields of the formats of `config.json`: layer, taps, drafted tokens |
 

@@ -61,7 +61,7 @@ MUTATIONS = (
         "rotary embeddings in sections are read as plain ones",
     ),
     Mutation(
-        f"{_HEADS}dflash_folder._samples_from_anchor",
+        f"{_HEADS}head_formats._samples_from_anchor",
         'head.read("sample_from_anchor", FLAG)',
         'head.fields.get("sample_from_anchor")',
         dflash_folder("test_dflash_config_is_read_or_refused"),

@@ -166,7 +166,7 @@ MUTATIONS = (
         "a tap is one layer too early",
     ),
     Mutation(
-        f"{_HEADS}dflash_folder._samples_from_anchor",
+        f"{_HEADS}head_formats._samples_from_anchor",
         "is_deep_spec if value is None else value",
         "bool(value)",
         dflash_folder("test_a_head_is_the_same_in_every_format[anchor]"),
