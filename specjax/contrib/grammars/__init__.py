@@ -15,8 +15,4 @@ from specjax.contrib.grammars.json_schema import json_schema_grammar
 from specjax.contrib.grammars.llguidance_matcher import llguidance_matchers
 from specjax.processing.token_bytes import token_bytes
 
-__all__ = [
-    "json_schema_grammar",
-    "llguidance_matchers",
-    "token_bytes",
-]
+__all__ = ["json_schema_grammar", "llguidance_matchers", "token_bytes"]

@@ -11,14 +11,7 @@ from specjax.decode.commit import Finish
 from specjax.decode.generate import Generation
 from specjax.processing.sampling_params import SamplingParams
 
-__all__ = [
-    "Prompts",
-    "cut_texts",
-    "read_filters",
-    "read_key",
-    "read_prompts",
-    "read_temperature",
-]
+__all__ = ["Prompts", "cut_texts", "read_filters", "read_key", "read_prompts", "read_temperature"]
 
 
 class Prompts(NamedTuple):

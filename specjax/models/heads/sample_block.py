@@ -22,10 +22,7 @@ from specjax.processing.apply_sampling import apply_sampling_to_draft
 from specjax.processing.draft_vocabulary import read_vocabulary
 from specjax.processing.history import History
 from specjax.processing.logit_rules import RowContext
-from specjax.processing.sampling_params import (
-    read_draft_sampling,
-    split_sampling,
-)
+from specjax.processing.sampling_params import read_draft_sampling, split_sampling
 from specjax.samplers.gumbel_sample import sample_batch
 from specjax.types import Draft
 
