@@ -178,7 +178,7 @@ _LONGEST_FILES = (
     "tests/cli/test_batch.py",
     "tests/decode/test_draft_vocabulary.py",
     "tests/decode/test_capacity.py",
-    "tests/models/sharding/test_sharded_model.py",
+    "tests/models/test_sharding.py",
     "tests/repo/test_readme.py",
     "tests/pallas/test_split.py",
     "tests/laws/test_laws.py",

@@ -23,8 +23,7 @@ from benchmarks.gpu.loop import Loop, kernel_times, trace
 from benchmarks.gpu.verify import environment, save
 from specjax.devices.placement import Placement, parse_mesh
 from specjax.models import TransformerConfig, build
-from specjax.models.sharding.sharded_model import sharded_model
-from specjax.models.sharding.share import share_shapes
+from specjax.models.sharding import sharded_model, share_shapes
 
 # The sizes of Llama 3.1 70B; 141 GB.
 LARGE = dataclasses.replace(

@@ -1,7 +1,7 @@
 """A Flax decoder for Llama, Mistral, Qwen and Gemma, its files, and the two models that ship.
 
 Open `decoder/` first: the layers, the transformer, and its step in plain JAX or in the kernels.
-`sharding/` runs a decoder over the devices of a mesh. `hf/` reads and writes Hugging Face folders.
+`sharding` runs a decoder over the devices of a mesh. `hf/` reads and writes Hugging Face folders.
 `heads/` holds published heads, which draft from the target's hidden states, and `load_drafter`
 loads a head or a draft model. `pretrained/` holds the target and the drafts that ship.
 
@@ -23,7 +23,7 @@ from specjax.models.hf.checkpoint import load, load_shapes, load_tokenizer, save
 from specjax.models.hf.config_reader import load_config
 from specjax.models.load_drafter import DraftInfo, load_drafter, read_draft
 from specjax.models.pretrained import pretrained_folder
-from specjax.models.sharding.sharded_model import split_model
+from specjax.models.sharding import split_model
 
 __all__ = [
     "DFlashConfig",

@@ -37,10 +37,10 @@ from specjax.models.hf.weight_map import (
     stored_tensors,
     weight_entries,
 )
-from specjax.models.sharding.sharded_model import sharded_model
-from specjax.models.sharding.share import (
+from specjax.models.sharding import (
     is_stacked,
     shard_config,
+    sharded_model,
     share_shapes,
     share_views,
     split_axis,

@@ -13,7 +13,7 @@ _SENT = split_models("test_what_the_sums_of_a_step_send")
 
 MUTATIONS = (
     Mutation(
-        "specjax.models.sharding.share.share_ranges",
+        "specjax.models.sharding.share_ranges",
         "share * heads // num_shares * size",
         "share * (heads // num_shares) * size",
         split_models("test_a_key_value_head_lies_on_the_devices_of_its_queries"),

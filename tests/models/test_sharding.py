@@ -38,8 +38,7 @@ from specjax.models import (
     split_model,
 )
 from specjax.models.decoder.transformer import param_shapes
-from specjax.models.sharding.sharded_model import sharded_model
-from specjax.models.sharding.share import share_ranges, share_shapes
+from specjax.models.sharding import sharded_model, share_ranges, share_shapes
 from specjax.samplers.batch import verify_over_mesh
 
 pytestmark = pytest.mark.once
