@@ -20,7 +20,7 @@ from specjax.models.heads.head_folder import draft_kind
 from specjax.models.heads.head_formats import load_dflash, load_eagle3, save_dflash, save_eagle3
 from specjax.models.hf.chat_template import chat_prompt
 from specjax.models.hf.checkpoint import load, load_shapes, load_tokenizer, save
-from specjax.models.hf.config_reader import load_config
+from specjax.models.hf.config_json import load_config
 from specjax.models.load_drafter import DraftInfo, load_drafter, read_draft
 from specjax.models.pretrained import pretrained_folder
 from specjax.models.sharding import split_model

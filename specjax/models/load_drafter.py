@@ -22,7 +22,7 @@ from specjax.models.heads.head_folder import (
 )
 from specjax.models.heads.head_formats import DFLASH, EAGLE3
 from specjax.models.hf.checkpoint import load
-from specjax.models.hf.config_reader import load_config
+from specjax.models.hf.config_json import load_config
 from specjax.models.hf.folder import read_json_object
 from specjax.types import Model
 

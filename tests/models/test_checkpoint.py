@@ -27,7 +27,7 @@ from specjax.models import (
     pretrained_folder,
     save,
 )
-from specjax.models.hf.config_reader import read_fields
+from specjax.models.hf.config_json import read_fields
 from specjax.models.hf.weight_map import weight_entries
 
 CONFIG = TransformerConfig(

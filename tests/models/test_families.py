@@ -18,8 +18,7 @@ from hub_configs import (
 
 from specjax.models import RopeScaling, TransformerConfig, build
 from specjax.models.decoder.rope import rope_cos_sin
-from specjax.models.hf.config_reader import read_fields
-from specjax.models.hf.config_writer import write_fields
+from specjax.models.hf.config_json import read_fields, write_fields
 from specjax.models.hf.weight_map import get_path, weight_entries
 
 QWEN = dict(rope_theta=1e6, tie_word_embeddings=True, bos_token_id=151643)

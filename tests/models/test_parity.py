@@ -28,7 +28,7 @@ from specjax.models import (
     load_tokenizer,
     save,
 )
-from specjax.models.hf.config_reader import read_fields
+from specjax.models.hf.config_json import read_fields
 
 if importlib.util.find_spec("transformers") and importlib.util.find_spec("torch"):
     with warnings.catch_warnings():

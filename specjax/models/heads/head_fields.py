@@ -10,7 +10,7 @@ from typing import Any
 
 from specjax.file_io import JsonObject, quote
 from specjax.models.hf.config_fields import FIELD_NAMES, OBJECT, Field
-from specjax.models.hf.config_reader import CHECKED_FIELDS, read_fields, refuse_quantised
+from specjax.models.hf.config_json import CHECKED_FIELDS, read_fields, refuse_quantised
 
 __all__ = ["ANY", "FLAG", "HeadFields", "Known", "SIZE", "any_of", "default_taps", "refuse_unknown"]
 

@@ -20,7 +20,7 @@ from specjax.models.heads.dflash import DFlashConfig
 from specjax.models.heads.eagle3 import Eagle3Config
 from specjax.models.heads.head_fields import HeadFields, Known, refuse_unknown
 from specjax.models.hf.checkpoint import resolve_dtype
-from specjax.models.hf.config_writer import write_fields
+from specjax.models.hf.config_json import write_fields
 from specjax.models.hf.folder import find_folder, read_json_object, write_folder
 from specjax.models.hf.mapped_tensors import MappedTensors, has_weights
 from specjax.models.hf.weight_map import (

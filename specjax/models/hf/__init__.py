@@ -4,8 +4,7 @@ Open `checkpoint` first: it holds `load`, `save` and `load_tokenizer`.
 
 | module | what it holds |
 |---|---|
-| `config_reader`, `*_fields` | `config.json` to `TransformerConfig` |
-| `config_writer` | `TransformerConfig` to `config.json` |
+| `config_json`, `*_fields` | `config.json` to `TransformerConfig` and back |
 | `weight_map`, `mapped_tensors` | names and shapes of tensors; files mapped into memory |
 | `chat_template` | messages to a prompt |
 | `folder` | files of a folder |

@@ -23,8 +23,7 @@ from specjax.file_io import replace_file, shorten
 from specjax.implementation import Implementation
 from specjax.models.decoder.config import DTYPES, TransformerConfig
 from specjax.models.decoder.transformer import build, param_shapes
-from specjax.models.hf.config_reader import load_config
-from specjax.models.hf.config_writer import write_fields
+from specjax.models.hf.config_json import load_config, write_fields
 from specjax.models.hf.folder import find_member, read_small_file, write_folder
 from specjax.models.hf.mapped_tensors import MappedTensors, has_weights
 from specjax.models.hf.weight_map import (

@@ -11,7 +11,7 @@ from specjax.models import chat_prompt, draft_kind, load_tokenizer
 from specjax.models.heads.head_folder import open_head
 from specjax.models.heads.head_formats import EAGLE3
 from specjax.models.hf.config_fields import _FIELDS, read_field
-from specjax.models.hf.config_reader import read_fields, refuse_unread
+from specjax.models.hf.config_json import read_fields, refuse_unread
 from specjax.models.hf.mapped_tensors import MappedTensors
 
 LONG = "a" * 10**6

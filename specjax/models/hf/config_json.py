@@ -1,4 +1,4 @@
-"""Reads `config.json` of each supported family into a `TransformerConfig`: `load_config`."""
+"""`config.json` of each supported family: read into a `TransformerConfig`, and written."""
 
 import dataclasses
 import os
@@ -13,7 +13,7 @@ from specjax.models.hf.rope_fields import read_local_rope, read_rope
 
 __all__ = [
     "CHECKED_FIELDS",
-    "COPIED_FIELDS",
+    "_COPIED_FIELDS",
     "load_config",
     "read_fields",
     "refuse_quantised",
@@ -22,7 +22,7 @@ __all__ = [
 
 _Fields = JsonObject
 _CONTENT = "the fields of a configuration"
-COPIED_FIELDS = (
+_COPIED_FIELDS = (
     *SIZES,
     *("rms_norm_eps", "tie_word_embeddings", "max_position_embeddings", "bos_token_id"),
 )
@@ -157,6 +157,18 @@ _OUTER_FIELDS = (
     *("tie_word_embeddings", "quantization_config"),
 )
 
+# In order of preference: the first family that supports a configuration writes it.
+_ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "ministral": "MinistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
+}
+_WRITTEN_FIELDS = (*_COPIED_FIELDS, "num_key_value_heads", "head_dim", "rope_theta")
+
 
 def refuse_unread(
     fields: JsonObject,
@@ -274,7 +286,7 @@ def read_fields(fields: JsonObject, source: str = "config.json") -> TransformerC
     theta, scaling = read_rope(merged, source, family.local_rope)
     heads = read_field("num_attention_heads", merged, source)
     dtypes = (read_field(name, merged, source) for name in ("dtype", "torch_dtype"))
-    values = {name: read_field(name, merged, source) for name in COPIED_FIELDS}
+    values = {name: read_field(name, merged, source) for name in _COPIED_FIELDS}
     head_dim = read_field("head_dim", merged, source)
     bias = read_field(_BIAS, merged, source)
     implied = {"qkv_bias": bias, "out_bias": bias} | family.implied
@@ -378,3 +390,79 @@ def load_config(folder: str | os.PathLike[str]) -> TransformerConfig:
     if eos_token_ids is None:
         return config
     return dataclasses.replace(config, eos_token_ids=eos_token_ids)
+
+
+def write_fields(config: TransformerConfig) -> dict[str, Any]:
+    """Returns the fields of a `config.json` that `read_fields` reads back to `config`.
+
+    Args:
+      config: of the model.
+
+    Raises:
+      ValueError: if no supported family has this configuration.
+
+    Example:
+      >>> write_fields(TransformerConfig(64, 16, 32, 2, 4, 2, 4, qk_norm=True))["model_type"]
+      'qwen3'
+    """
+    for kind, architecture in _ARCHITECTURES.items():
+        fields = _llama_fields(config) | {"architectures": [architecture], "model_type": kind}
+        if kind != "llama":
+            fields |= _other_fields(config)
+        if kind == "mistral":
+            # With `layer_types`, transformers would take it for a Ministral.
+            del fields["layer_types"]
+        try:
+            if read_fields(fields) == config:
+                return fields
+        except ValueError:
+            continue
+    raise ValueError(
+        "no supported family has this combination of features; it needs to be one that "
+        f"{' or '.join(_ARCHITECTURES)} has."
+    )
+
+
+def _llama_fields(config: TransformerConfig) -> dict[str, Any]:
+    eos = list(config.eos_token_ids)
+    return {name: getattr(config, name) for name in _WRITTEN_FIELDS} | {
+        "architectures": [],
+        "model_type": "",
+        "attention_bias": config.out_bias,
+        "hidden_act": config.hidden_act,
+        "mlp_bias": False,
+        "rope_scaling": _rope_scaling_fields(config),
+        "eos_token_id": eos[0] if len(eos) == 1 else eos or None,
+        "torch_dtype": config.dtype,
+    }
+
+
+def _rope_scaling_fields(config: TransformerConfig) -> dict[str, Any] | None:
+    if config.rope_scaling is None:
+        return None
+    scaling = config.rope_scaling._asdict()
+    kind = scaling.pop("kind")
+    if kind == "linear":
+        scaling = {"factor": scaling["factor"]}
+    return {"rope_type": kind} | scaling
+
+
+def _other_fields(config: TransformerConfig) -> dict[str, Any]:
+    windows = config.layer_windows or (None,) * config.num_hidden_layers
+    window = next((size for size in windows if size is not None), None)
+    fields = {
+        "sliding_window": window,
+        "use_sliding_window": window is not None,
+        "layer_types": ["full_attention" if w is None else "sliding_attention" for w in windows],
+        "hidden_activation": config.hidden_act,
+        "attn_logit_softcapping": config.attention_softcap,
+        "final_logit_softcapping": config.logit_softcap,
+    }
+    if config.query_scale is not None:
+        scalar = config.query_scale**-2
+        # An integer, up to the rounding of the square root.
+        is_integer = abs(scalar - round(scalar)) < 1e-9 * scalar
+        fields["query_pre_attn_scalar"] = round(scalar) if is_integer else scalar
+    if config.local_rope_theta is not None:
+        fields["rope_local_base_freq"] = config.local_rope_theta
+    return fields
