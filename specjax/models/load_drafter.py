@@ -73,7 +73,18 @@ def read_draft(folder: str | os.PathLike[str], target: TransformerConfig) -> Dra
       >>> read_draft(pretrained_folder("eagle3"), target).kind
       'eagle3'
     """
-    info = _read_config(folder, target)
+    kind = draft_kind(folder)
+    if kind == "model":
+        refuse_eagle1(folder)
+        info = DraftInfo(kind, load_config(folder))
+    else:
+        layers = target.num_hidden_layers
+        config, head, _ = open_head(_HEADS[kind][0], folder, num_target_layers=layers)
+        sizes = {"hidden_size": target.hidden_size, "vocab_size": target.vocab_size}
+        check_target(config, num_layers=layers, **sizes)
+        most = config.max_speculative_tokens
+        k = config.num_speculative_tokens or most
+        info = DraftInfo(kind, config, k, head.verifier, most)
     path = pathlib.Path(folder) / "step_costs.json"
     if not path.exists():
         return info
@@ -88,24 +99,6 @@ def read_draft(folder: str | os.PathLike[str], target: TransformerConfig) -> Dra
     return info._replace(
         step_costs=auto.step_costs, usual_acceptance_rate=auto.usual_acceptance_rate
     )
-
-
-def _read_config(folder: str | os.PathLike[str], target: TransformerConfig) -> DraftInfo:
-    """Returns the metadata of a folder's draft, from its config.json."""
-    kind = draft_kind(folder)
-    if kind == "model":
-        refuse_eagle1(folder)
-        return DraftInfo(kind, load_config(folder))
-    layers = target.num_hidden_layers
-    config, head, _ = open_head(_HEADS[kind][0], folder, num_target_layers=layers)
-    check_target(
-        config,
-        hidden_size=target.hidden_size,
-        vocab_size=target.vocab_size,
-        num_layers=layers,
-    )
-    most = config.max_speculative_tokens
-    return DraftInfo(kind, config, config.num_speculative_tokens or most, head.verifier, most)
 
 
 def load_drafter(

@@ -205,8 +205,8 @@ def share_shapes(config: TransformerConfig, placement: Placement) -> Any:
     def shape_of(path: Any, own: Any) -> Any:
         keys, shape = _keys(path), own.shape
         if placement.model is not None and split_axis(keys) is not None:
-            lead = (num_shares,) if is_stacked(keys) else (num_shares * shape[0],)
-            shape = lead + (shape if is_stacked(keys) else shape[1:])
+            whole = (num_shares * shape[0], *shape[1:])
+            shape = (num_shares, *shape) if is_stacked(keys) else whole
         sharding = placement.sharding(_spec(keys, placement))
         return jax.ShapeDtypeStruct(shape, own.dtype, sharding=sharding)
 

@@ -3,10 +3,10 @@
     schema -> pattern of bytes -> automaton of bytes -> automaton of tokens
     `json_schema`  `byte_pattern`  `byte_automaton`     `token_automaton`
 
-`integer_bounds` serves the first. `processing.token_bytes` reads the bytes
-of each token from a tokenizer. The last automaton runs on the device, by `processing.grammar`:
-decoding with it needs no host. Some grammars have no small automaton. For these `specjax.RowMasks`
-lets matchers on the host mask the rows of each step, and `llguidance_matcher` makes such matchers.
+`processing.token_bytes` reads the bytes of each token from a tokenizer. The last automaton runs on
+the device, by `processing.grammar`: decoding with it needs no host. Some grammars have no small
+automaton. For these `specjax.RowMasks` lets matchers on the host mask the rows of each step, and
+`llguidance_matcher` makes such matchers.
 
 Open `json_schema` first.
 """

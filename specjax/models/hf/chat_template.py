@@ -54,16 +54,6 @@ def _to_json(
     )
 
 
-def _make_environment() -> ImmutableSandboxedEnvironment:
-    """Returns a sandbox with the filters and functions that transformers gives to templates."""
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise_exception
-    return environment
-
-
 def _read_template(path: pathlib.Path, settings: JsonObject) -> tuple[str, pathlib.Path]:
     """Returns the template and the file that holds it."""
     if (path / _TEMPLATE_FILE).is_file():
@@ -154,7 +144,12 @@ def chat_prompt(
         "documents": None,
     }
     try:
-        environment = _make_environment()
+        # A sandbox with the filters and functions that transformers gives to templates.
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = strftime_now
         template = environment.from_string(text)
         return template.render(**special_tokens | variables, add_generation_prompt=True)

@@ -67,7 +67,7 @@ MUTATIONS = (
         "a text ends before a required property if another stands before it",
     ),
     Mutation(
-        "specjax.contrib.grammars.integer_bounds._positive",
+        "specjax.contrib.grammars.json_schema._positive",
         "len(last) - 2)",
         "len(last) - 1)",
         json_schemas("test_two_bounds_of_an_integer_accept_what_is_between_them"),
@@ -102,7 +102,7 @@ MUTATIONS = (
         "a keyword that is no note is passed over",
     ),
     Mutation(
-        "specjax.contrib.grammars.integer_bounds._compared",
+        "specjax.contrib.grammars.json_schema._compared",
         "digit + 1",
         "digit",
         json_schemas("test_a_lone_bound_of_an_integer_accepts_what_is_on_its_side"),
