@@ -170,29 +170,6 @@ def share_views(
     return parts
 
 
-def _split_array(
-    array: np.ndarray, config: TransformerConfig, num_shares: int, path: tuple[Any, ...]
-) -> np.ndarray:
-    """Returns an array of the whole model with its shares along the first axis, on the host.
-
-    Args:
-      array: as in `Model.params`.
-      config: of the whole model.
-      num_shares: N.
-      path: of the array.
-    """
-    axis = split_axis(path)
-    if axis is None:
-        return array
-    ends = itertools.accumulate(part.stop for part in share_ranges(config, 1, path, 0))
-    projections = np.split(array, list(ends)[:-1], axis=axis)
-    shares = [
-        np.concatenate(share_views(projections, config, num_shares, path, share), axis=axis)
-        for share in range(num_shares)
-    ]
-    return np.stack(shares) if is_stacked(path) else np.concatenate(shares)
-
-
 def share_shapes(config: TransformerConfig, placement: Placement) -> Any:
     """Returns the parameters of a model on a mesh as `jax.ShapeDtypeStruct`s with shardings.
 
@@ -269,10 +246,16 @@ def split_model(
 
     def put(path: Any, array: Any, spec: PartitionSpec) -> jax.Array:
         # On the host, so that each device receives its share alone.
-        array = np.asarray(array)
-        if placement.model is not None:
-            keys = tuple(entry.key for entry in path)
-            array = _split_array(array, config, placement.num_shares, keys)
+        array, keys, num_shares = np.asarray(array), _keys(path), placement.num_shares
+        axis = None if placement.model is None else split_axis(keys)
+        if axis is not None:
+            ends = itertools.accumulate(part.stop for part in share_ranges(config, 1, keys, 0))
+            projections = np.split(array, list(ends)[:-1], axis=axis)
+            shares = [
+                np.concatenate(share_views(projections, config, num_shares, keys, share), axis=axis)
+                for share in range(num_shares)
+            ]
+            array = np.stack(shares) if is_stacked(keys) else np.concatenate(shares)
         # Not by `device_put`, which gathers and compares the arrays of several processes.
         sharding = placement.sharding(spec)
         return jax.make_array_from_callback(array.shape, sharding, array.__getitem__)

@@ -105,24 +105,6 @@ def name_arrays(tree: Any) -> dict[str, Any]:
     return arrays
 
 
-def _nest_params(arrays: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
-    """Returns arrays as `Model.params`: the embedding, each layer, and others.
-
-    Args:
-      arrays: by name.
-      num_layers: of the transformer.
-    """
-    layers: list[dict[str, Any]] = [{} for _ in range(num_layers)]
-    others = {}
-    for name, array in arrays.items():
-        kind, *rest = name.split(".")
-        if kind == "layers":
-            layers[int(rest[0])][name] = array
-        elif name != _EMBEDDING:
-            others[name] = array
-    return {"embedding": arrays[_EMBEDDING], "layers": layers, "others": others}
-
-
 def split_transformer(transformer: Any) -> tuple[Graph, dict[str, Any]]:
     """Returns a transformer's graph, and its arrays by name; refuses what `tunix_model` refuses."""
     kinds = [kind for kind in type(transformer).__mro__ if kind.__module__.startswith("tunix.")]
@@ -155,9 +137,20 @@ def split_transformer(transformer: Any) -> tuple[Graph, dict[str, Any]]:
 
 
 def make_model(graph: Graph, arrays: Mapping[str, Any]) -> Model:
-    """Returns the model of a graph and its arrays by name."""
+    """Returns the model of a graph and its arrays by name.
+
+    In `Model.params` the embedding table and the layers are where draft heads read them.
+    """
     init_cache, apply, logits, apply_with_taps = _model_functions(graph)
-    params = _nest_params(arrays, graph.num_layers)
+    layers: list[dict[str, Any]] = [{} for _ in range(graph.num_layers)]
+    others = {}
+    for name, array in arrays.items():
+        kind, *rest = name.split(".")
+        if kind == "layers":
+            layers[int(rest[0])][name] = array
+        elif name != _EMBEDDING:
+            others[name] = array
+    params = {"embedding": arrays[_EMBEDDING], "layers": layers, "others": others}
     return Model(params, init_cache, apply, logits, apply_with_taps=apply_with_taps)
 
 

@@ -28,14 +28,10 @@ from specjax.types import Model
 __all__ = ["SpecRollout"]
 
 
-def _base_class() -> Any:
-    """Returns tunix's `BaseRollout`, which its cluster requires, or `object` without tunix."""
-    if importlib.util.find_spec("tunix") is None:
-        return object
-    return importlib.import_module("tunix.rl.rollout.base_rollout").BaseRollout
-
-
-_BaseRollout: Any = _base_class()
+# Tunix's cluster requires its `BaseRollout`.
+_BaseRollout: Any = object
+if importlib.util.find_spec("tunix") is not None:
+    _BaseRollout = importlib.import_module("tunix.rl.rollout.base_rollout").BaseRollout
 _DRAFTS = ("previous_policy", "group_lookup")
 
 

@@ -251,7 +251,9 @@ def unrolled_eagle3(
     values: list[jax.Array] = []
     outputs = []
     for step in range(num_steps):
-        rows, x = head.layer_input(_shift(tokens, step), state)
+        # Row t has token t + step.
+        shifted = jnp.pad(tokens[:, step:], ((0, 0), (0, step), (0, 0)))
+        rows, x = head.layer_input(shifted, state)
         q, k, v = _project_qkv(head, rows, place + step)
         keys, values = [*keys, k], [*values, v]
         y = _attend(head.layer.attention.spec.scale, q, keys, values, visible)
@@ -260,11 +262,6 @@ def unrolled_eagle3(
         state = head.norm(x) if config.norm_output else x
         outputs.append(head.decode(state))
     return jnp.stack(outputs)
-
-
-def _shift(x: jax.Array, step: int) -> jax.Array:
-    """Returns x with row t + step at t, and zeros after the end."""
-    return jnp.pad(x[:, step:], ((0, 0), (0, step), (0, 0)))
 
 
 def _project_qkv(

@@ -238,15 +238,6 @@ def _check_lm_head(architectures: Any, source: str) -> None:
     )
 
 
-def _text_fields(fields: _Fields, source: str) -> _Fields:
-    """Returns the fields of the text model, also if the model is multimodal."""
-    if fields.get("model_type") != "gemma3":
-        return fields
-    text = read_field("text_config", fields, source)
-    outer = {name: fields[name] for name in _OUTER_FIELDS if fields.get(name) is not None}
-    return {"model_type": "gemma3_text"} | text | outer
-
-
 def read_fields(fields: JsonObject, source: str = "config.json") -> TransformerConfig:
     """Returns the configuration that a `config.json` of transformers 4 or 5 describes.
 
@@ -266,7 +257,10 @@ def read_fields(fields: JsonObject, source: str = "config.json") -> TransformerC
       (4, (8, 8))
     """
     is_multimodal = fields.get("model_type") == "gemma3"
-    fields = _text_fields(fields, source)
+    if is_multimodal:
+        text = read_field("text_config", fields, source)
+        outer = {name: fields[name] for name in _OUTER_FIELDS if fields.get(name) is not None}
+        fields = {"model_type": "gemma3_text"} | text | outer
     model_type = fields.get("model_type")
     family = _FAMILIES.get(model_type) if isinstance(model_type, str) else None
     if family is None:

@@ -164,19 +164,14 @@ def stored_tensors(
       entries: their arrays.
       dtype: of the tensors.
     """
-    return {
-        name: np.ascontiguousarray(jnp.asarray(tensor, dtype))
-        for entry in entries
-        for name, tensor in zip(
-            entry.names, _split_tensors(get_path(params, entry.path), entry), strict=True
-        )
-    }
-
-
-def _split_tensors(array: jax.Array, entry: WeightEntry) -> list[jax.Array]:
-    ends = itertools.accumulate(shape[0] for shape in entry.shapes)
-    tensors = jnp.split(array, list(ends)[:-1], axis=-1)
-    return [tensor.T if entry.transposed else tensor for tensor in tensors]
+    stored = {}
+    for entry in entries:
+        ends = itertools.accumulate(shape[0] for shape in entry.shapes)
+        tensors = jnp.split(get_path(params, entry.path), list(ends)[:-1], axis=-1)
+        for name, tensor in zip(entry.names, tensors, strict=True):
+            tensor = tensor.T if entry.transposed else tensor
+            stored[name] = np.ascontiguousarray(jnp.asarray(tensor, dtype))
+    return stored
 
 
 def set_path(params: dict[Any, Any], path: tuple[str | int, ...], array: jax.Array) -> None:
