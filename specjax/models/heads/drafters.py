@@ -32,7 +32,7 @@ from specjax.models.heads.eagle3 import Eagle3Config, merge_eagle3
 from specjax.models.heads.sample_block import sample_block
 from specjax.types import Draft, Model
 
-__all__ = ["check_target", "dflash_drafter", "eagle3_drafter"]
+__all__ = ["HeadTarget", "check_target", "dflash_drafter", "eagle3_drafter"]
 
 
 _Config = TypeVar("_Config", Eagle3Config, DFlashConfig)

@@ -13,11 +13,11 @@ from specjax.models.hf.rope_fields import read_local_rope, read_rope
 
 __all__ = [
     "CHECKED_FIELDS",
-    "_COPIED_FIELDS",
     "load_config",
     "read_fields",
     "refuse_quantised",
     "refuse_unread",
+    "write_fields",
 ]
 
 _Fields = JsonObject
