@@ -79,6 +79,8 @@ class RowTile(NamedTuple):
       tile_index: i32, which tile of the row.
       scale: f32, one over the temperature, 1 where greedy.
       cutoff: f32, or None.
+      tile: its size.
+      interpret: whether in Pallas' interpreter.
       greedy: bool, whether the tile's argmax is stored; None where no row's is.
     """
 
@@ -87,7 +89,9 @@ class RowTile(NamedTuple):
     tile_index: jax.Array
     scale: jax.Array
     cutoff: jax.Array | None
-    greedy: jax.Array | None
+    tile: Tile
+    interpret: bool
+    greedy: jax.Array | None = None
 
 
 def partials_shape(num_rows: int, vocab_size: int, tile: Tile, has_tiles: bool = True) -> Partials:
@@ -132,32 +136,23 @@ def load_logits(
     return mask_below_cutoff(plgpu.load(logits.at[row, token_id], mask=inside, other=other), cutoff)
 
 
-def reduce_tile(
-    row_tile: RowTile, tile: Tile, interpret: bool, only_maxima: jax.Array | None = None
-) -> MaxSum:
+def reduce_tile(row_tile: RowTile, only_maxima: jax.Array | None = None) -> MaxSum:
     """Loads and reduces one tile of a row, to partials of its blocks."""
-    x = load_raw_logits(
-        row_tile.logits, row_tile.row_index, tile_token_ids(tile, row_tile.tile_index)
-    )
-    exp2 = make_exp2(interpret)
-    nan_to_inf = make_nan_to_inf(interpret)
+    token_id = tile_token_ids(row_tile.tile, row_tile.tile_index)
+    x = load_raw_logits(row_tile.logits, row_tile.row_index, token_id)
+    exp2, nan_to_inf = make_exp2(row_tile.interpret), make_nan_to_inf(row_tile.interpret)
     return reduce_blocks(x, row_tile.scale[None], row_tile.cutoff, exp2, only_maxima, nan_to_inf)
 
 
 def store_blocks(
-    block_partials: MaxSum,
-    row_tile: RowTile,
-    partials: Partials,
-    index: Any,
-    tile: Tile,
-    interpret: bool,
+    block_partials: MaxSum, row_tile: RowTile, partials: Partials, index: Any
 ) -> jax.Array:
     """Stores partials of a tile's blocks and of the tile; returns its largest kept logit, f32[]."""
-    tile_index = row_tile.tile_index
-    blocks = tile_index * tile.num_blocks + jax.lax.iota(jnp.int32, tile.num_blocks)
+    tile_index, num_blocks = row_tile.tile_index, row_tile.tile.num_blocks
+    blocks = tile_index * num_blocks + jax.lax.iota(jnp.int32, num_blocks)
     plgpu.store(partials.block_max.at[index, blocks], block_partials.max)
     plgpu.store(partials.block_sum.at[index, blocks], block_partials.sum)
-    tile_partial = merge_partials(block_partials, row_tile.scale, make_exp2(interpret))
+    tile_partial = merge_partials(block_partials, row_tile.scale, make_exp2(row_tile.interpret))
     if partials.tile_max is not None:
         partials.tile_max[index, tile_index] = tile_partial.max
         partials.tile_sum[index, tile_index] = tile_partial.sum
@@ -165,12 +160,7 @@ def store_blocks(
 
 
 def store_partials(
-    row_tile: RowTile,
-    partials: Partials,
-    index: Any,
-    tile: Tile,
-    interpret: bool,
-    only_maxima: jax.Array | None = None,
+    row_tile: RowTile, partials: Partials, index: Any, only_maxima: jax.Array | None = None
 ) -> jax.Array:
     """Reduces one tile of a row, and stores its partials at `index`, their row in `partials`.
 
@@ -178,28 +168,27 @@ def store_partials(
       row_tile: the tile.
       partials: references to what is stored.
       index: their row.
-      tile: its size.
-      interpret: whether in the interpreter.
       only_maxima: as in `reduce_blocks`.
 
     Returns:
       f32[], the largest kept logit of the tile.
     """
-    block_partials = reduce_tile(row_tile, tile, interpret, only_maxima)
-    tile_max = store_blocks(block_partials, row_tile, partials, index, tile, interpret)
+    block_partials = reduce_tile(row_tile, only_maxima)
+    tile_max = store_blocks(block_partials, row_tile, partials, index)
     if row_tile.greedy is not None:
 
         @pl.when(row_tile.greedy)
         def _() -> None:
-            token = tile_argmax(row_tile, block_partials.max, tile)
+            token = tile_argmax(row_tile, block_partials.max)
             partials.tile_argmax[index, row_tile.tile_index] = token
 
     return tile_max
 
 
-def tile_argmax(row_tile: RowTile, block_max: jax.Array, tile: Tile) -> jax.Array:
+def tile_argmax(row_tile: RowTile, block_max: jax.Array) -> jax.Array:
     """Returns the token i32 of a tile's largest logit, from the maxima of its blocks."""
-    block = row_tile.tile_index * tile.num_blocks + first_argmax(flush_subnormals(block_max))
+    first_block = row_tile.tile_index * row_tile.tile.num_blocks
+    block = first_block + first_argmax(flush_subnormals(block_max))
     return block_argmax(row_tile.logits, row_tile.row_index, row_tile.cutoff, block)
 
 

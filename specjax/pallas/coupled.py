@@ -12,7 +12,6 @@ References:
   Daliri, Musco and Suresh, 2024, arXiv:2408.07978.
 """
 
-import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -24,34 +23,16 @@ from specjax.core.gumbel_max import token_logprobs
 from specjax.core.logsumexp import LogNormalizer, row_statistics
 from specjax.core.noise import Stream
 from specjax.pallas.blocks import Partials, load_blocks, load_maxima, load_padded
-from specjax.pallas.gumbel_max import (
-    BlockNoise,
-    Draw,
-    SamplingRow,
-    draw_row_noise,
-    draw_row_token,
-)
+from specjax.pallas.gumbel_max import BlockNoise, Draw, draw_row_noise, draw_row_token
 from specjax.pallas.kernel_config import next_power_of_2
-from specjax.pallas.launch import divmod_i32, is_last_arrival, launch, output, reduce_where
-from specjax.pallas.load_request import RequestScalars, Schedule, load_masked, load_request
+from specjax.pallas.launch import divmod_i32, is_last_arrival, output, reduce_where
+from specjax.pallas.load_request import Request, Schedule, load_masked, load_request
 from specjax.pallas.next_token import AcceptedPrefix, load_accepted_prefix, write_result
 from specjax.pallas.reduce_rows import ReducedRows, reduce_rows
 from specjax.pallas.target_rows import AcceptanceResult, VerifiedRows, accept_rows
 from specjax.types import Verification
 
-__all__ = [
-    "coupled_draw_kernel",
-    "coupled_write_kernel",
-    "draw_and_compare",
-    "verify_coupled",
-]
-
-
-class _Operands(NamedTuple):
-    """The call's arrays and its reduced or evaluated rows."""
-
-    arrays: VerifyArrays
-    rows: ReducedRows | VerifiedRows
+__all__ = ["coupled_draw_kernel", "coupled_write_kernel", "draw_and_compare", "verify_coupled"]
 
 
 class _Drawn(NamedTuple):
@@ -77,50 +58,41 @@ class _Drawn(NamedTuple):
 def verify_coupled(arrays: VerifyArrays, schedule: Schedule) -> Verification:
     """Verifies a batch by coupled sampling, K >= 1, and returns the call's result."""
     if not schedule.is_small:
-        return launch(
-            functools.partial(coupled_write_kernel, schedule=schedule),
-            _Operands(arrays, accept_rows(arrays, schedule, draw_and_compare)),
+        return schedule.launch(
+            coupled_write_kernel,
+            (arrays, accept_rows(arrays, schedule, draw_and_compare)),
             schedule.verification_shape(),
             num_programs=schedule.num_requests,
             num_warps=1,
-            interpret=schedule.interpret,
         )
     rows = reduce_rows(arrays, schedule, every_row_draws=True)
     rows_shape = (schedule.num_requests, schedule.rows_per_request)
-    return launch(
-        functools.partial(coupled_draw_kernel, schedule=schedule),
-        _Operands(arrays, rows),
+    return schedule.launch(
+        coupled_draw_kernel,
+        (arrays, rows),
         _Drawn(
             shift=output(rows_shape),
             log_sum=output(rows_shape),
             token=output(rows_shape, jnp.int32),
             logit=output(rows_shape),
             verification=schedule.verification_shape(),
-            counters=output(rows.counters.shape, jnp.uint32),
+            counters=rows.counters,
         ),
         num_programs=schedule.num_requests * schedule.rows_per_request,
         num_warps=schedule.config.num_draw_warps,
-        interpret=schedule.interpret,
-        in_place={"counters": rows.counters},
     ).verification
 
 
-def draw_and_compare(
-    arrays: VerifyArrays,
-    request: RequestScalars,
-    i: jax.Array,
-    partials: Partials,
-    schedule: Schedule,
-) -> AcceptanceResult:
+def draw_and_compare(request: Request, i: jax.Array, partials: Partials) -> AcceptanceResult:
     """Draws from target row `i`, i32[1], of a request, and compares with its drafted token.
 
     The draw is two-level Gumbel-max on the target's stream, equal to that of `gumbel_sample`. It is
     `argmax` of the result, and its log-probability is `logprobs`.
     """
     index, scale = jnp.sum(i, dtype=i.dtype), request.temperature.scale
-    normalizer, token, logit = _draw_row(arrays, request, index, partials, schedule)
+    normalizer, token, logit = _draw_row(request, index, partials)
     has_draft = i < request.num_draft_tokens
-    token_id = load_masked(arrays.token_ids, request.first_draft + i, has_draft)
+    token_id = load_masked(request.arrays.token_ids, request.first_draft + i, has_draft)
     shift, log_sum, logprob, token = (
         jnp.broadcast_to(x, i.shape)
         for x in (*normalizer, token_logprobs(logit, normalizer, scale), token)
@@ -130,22 +102,17 @@ def draw_and_compare(
 
 
 def _draw_row(
-    arrays: VerifyArrays,
-    request: RequestScalars,
-    i: jax.Array,
-    partials: Partials,
-    schedule: Schedule,
-    gumbels: Any = None,
+    request: Request, i: jax.Array, partials: Partials, gumbels: Any = None
 ) -> tuple[LogNormalizer, jax.Array, jax.Array]:
     """Returns the normalizer of target row i, i32[], the token drawn from it and its logit.
 
     The noise of its blocks is `gumbels` of the row, or is computed here.
     """
-    index, greedy = request.b * schedule.rows_per_request + i, request.temperature.greedy
+    schedule, vocab_size = request.schedule, request.arrays.target_logits.shape[1]
+    index, greedy = request.row_index(i), request.temperature.greedy
 
     def draw() -> tuple[LogNormalizer, jax.Array, jax.Array]:
-        scale, vocab_size = request.temperature.scale, arrays.target_logits.shape[1]
-        address = request.address(arrays, i, Stream.TARGET, schedule)
+        address = request.address(i, Stream.TARGET)
         blocks = load_blocks(partials, index, vocab_size)
         if gumbels is None:
             noise = draw_row_noise(address, vocab_size, schedule.noise_dtype, schedule.threefry)
@@ -153,12 +120,10 @@ def _draw_row(
             noise = BlockNoise(
                 address, jnp.int32(0), load_padded(gumbels, index, 0), schedule.threefry
             )
-        statistics = row_statistics(blocks, scale)
+        statistics = row_statistics(blocks, request.temperature.scale)
         log_sum = jnp.where(statistics.valid, statistics.normalizer.log_sum, jnp.nan)
         normalizer = statistics.normalizer._replace(log_sum=log_sum)
-        cutoff = request.cutoff(arrays, i, request.active)
-        target_row = request.first_target_row + i
-        row = SamplingRow(arrays.target_logits, target_row, scale, cutoff, normalizer)
+        row = request.row(i, normalizer)
         return normalizer, *draw_row_token(row, blocks, greedy, lambda: noise)
 
     def take_argmax() -> tuple[LogNormalizer, jax.Array, jax.Array]:
@@ -170,7 +135,9 @@ def _draw_row(
     return draw()
 
 
-def coupled_draw_kernel(operands: _Operands, out: _Drawn, *, schedule: Schedule) -> None:
+def coupled_draw_kernel(
+    operands: tuple[VerifyArrays, ReducedRows], out: _Drawn, *, schedule: Schedule
+) -> None:
     """Draws the token of a target row; the last program of a request writes its result.
 
     Formula: y_0, ..., y_n, where y_i is the target's draw from row i. Row n is the first whose draw
@@ -184,63 +151,47 @@ def coupled_draw_kernel(operands: _Operands, out: _Drawn, *, schedule: Schedule)
     Reference: Daliri, Musco and Suresh, 2024, arXiv:2408.07978.
     """
     arrays, rows = operands
-    assert isinstance(rows, ReducedRows)
     b, row = divmod_i32(pl.program_id(0), schedule.rows_per_request)
     request = load_request(arrays, b, schedule)
     exists = request.active & (row <= request.num_draft_tokens)
 
     @pl.when(exists)
     def _() -> None:
-        normalizer, token, logit = _draw_row(
-            arrays, request, row, rows.partials, schedule, rows.gumbels
-        )
+        normalizer, token, logit = _draw_row(request, row, rows.partials, rows.gumbels)
         out.shift[b, row], out.log_sum[b, row] = normalizer
         out.token[b, row], out.logit[b, row] = token, logit
 
     # Rows past the bonus row draw nothing, but are counted too.
     @pl.when(is_last_arrival(out.counters, (b,), schedule.rows_per_request, schedule.interpret))
     def _() -> None:
-        prefix, drawn = _drawn_prefix(arrays, request, out, schedule)
-        write_result(arrays, prefix, lambda: drawn, out.verification, schedule)
+        prefix, drawn = _drawn_prefix(request, out)
+        write_result(prefix, lambda: drawn, out.verification)
 
 
-def _drawn_prefix(
-    arrays: VerifyArrays, request: RequestScalars, drawn: _Drawn, schedule: Schedule
-) -> tuple[AcceptedPrefix, Draw]:
+def _drawn_prefix(request: Request, drawn: _Drawn) -> tuple[AcceptedPrefix, Draw]:
     """Returns the accepted prefix of a request by its rows' draws, and the deciding row's draw."""
-    b, i = request.b, jax.lax.iota(jnp.int32, next_power_of_2(schedule.rows_per_request))
+    b, rows_per_request = request.b, request.schedule.rows_per_request
+    i = jax.lax.iota(jnp.int32, next_power_of_2(rows_per_request))
     exists = request.active & (i <= request.num_draft_tokens)
     # All rows are loaded at once: their tokens decide which row counts.
     shift, log_sum, token, logit = (load_masked(x, (b, i), exists) for x in drawn[:4])
     has_draft = request.active & (i < request.num_draft_tokens)
-    token_id = load_masked(arrays.token_ids, request.first_draft + i, has_draft)
+    token_id = load_masked(request.arrays.token_ids, request.first_draft + i, has_draft)
     accepted = has_draft & (token_id == token) & jnp.isfinite(log_sum)
-    n = jnp.min(jnp.where(accepted, jnp.int32(schedule.rows_per_request), i))
+    n = jnp.min(jnp.where(accepted, jnp.int32(rows_per_request), i))
     mask = i == n
     normalizer = LogNormalizer(reduce_where(shift, mask), reduce_where(log_sum, mask))
     logprobs = token_logprobs(logit, LogNormalizer(shift, log_sum), request.temperature.scale)
-    row = SamplingRow(
-        arrays.target_logits,
-        request.first_target_row + n,
-        request.temperature.scale,
-        request.cutoff(arrays, n, request.active),
-        normalizer,
-    )
-    prefix = AcceptedPrefix(
-        request=request,
-        num_accepted=n,
-        row=row,
-        valid=request.active & jnp.isfinite(normalizer.log_sum),
-        rejected=n < request.num_draft_tokens,
-        drafted=None,
-        from_residual=n < 0,
-        argmax=reduce_where(token, mask),
-        logprobs=logprobs,
+    argmax = reduce_where(token, mask)
+    prefix = AcceptedPrefix.from_row(
+        request, n, normalizer, drafted=None, argmax=argmax, logprobs=logprobs
     )
     return prefix, Draw(prefix.argmax, reduce_where(logit, mask), jnp.float32(0))
 
 
-def coupled_write_kernel(operands: _Operands, out: Verification, *, schedule: Schedule) -> None:
+def coupled_write_kernel(
+    operands: tuple[VerifyArrays, VerifiedRows], out: Verification, *, schedule: Schedule
+) -> None:
     """Writes a request's accepted drafted tokens and the draw of its deciding row.
 
     Formula: that of `coupled_draw_kernel`.
@@ -259,4 +210,4 @@ def coupled_write_kernel(operands: _Operands, out: Verification, *, schedule: Sc
         token = prefix.argmax
         return Draw(token, prefix.row.kept_logits(token), jnp.float32(0))
 
-    write_result(arrays, prefix, take_drawn, out, schedule)
+    write_result(prefix, take_drawn, out)

@@ -1,9 +1,7 @@
 """Statistics of draft rows for drafts without them: an additional first launch."""
 
-import functools
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
@@ -18,18 +16,10 @@ from specjax.pallas.blocks import (
     partials_shape,
     store_partials,
 )
-from specjax.pallas.launch import divmod_i32, is_last_arrival, launch, output
+from specjax.pallas.launch import divmod_i32, is_last_arrival, output
 from specjax.pallas.load_request import Schedule, load_draft_ids, load_request, locate_draft_row
 
-__all__ = [
-    "add_draft_statistics",
-    "draft_statistics_kernel",
-]
-
-
-class _Operands(NamedTuple):
-    arrays: VerifyArrays
-    counters: jax.Array
+__all__ = ["add_draft_statistics", "draft_statistics_kernel"]
 
 
 class _Outputs(NamedTuple):
@@ -44,24 +34,23 @@ def add_draft_statistics(arrays: VerifyArrays, schedule: Schedule) -> VerifyArra
     num_rows = schedule.num_requests * schedule.max_draft_tokens
     vocab_size = arrays.draft_logits.shape[1]
     zeros = jnp.zeros((num_rows,), jnp.uint32)
-    outputs = launch(
-        functools.partial(draft_statistics_kernel, schedule=schedule),
-        _Operands(arrays, zeros),
+    outputs = schedule.launch(
+        draft_statistics_kernel,
+        (arrays, zeros),
         _Outputs(
             output(arrays.token_ids.shape),
             output(arrays.token_ids.shape),
             partials_shape(num_rows, vocab_size, schedule.tile),
-            output(zeros.shape, jnp.uint32),
+            zeros,
         ),
         num_programs=num_rows * schedule.tile.num_tiles(vocab_size),
-        num_warps=schedule.tile.num_warps,
-        interpret=schedule.interpret,
-        in_place={"counters": zeros},
     )
     return arrays._replace(draft_logprobs=outputs.logprobs, draft_logsumexp=outputs.logsumexp)
 
 
-def draft_statistics_kernel(operands: _Operands, out: _Outputs, *, schedule: Schedule) -> None:
+def draft_statistics_kernel(
+    operands: tuple[VerifyArrays, Any], out: _Outputs, *, schedule: Schedule
+) -> None:
     """Writes logsumexp(x / τ) of a draft row and log q = x[token] / τ - logsumexp of its token.
 
     Grid: B * K * tiles programs of 8 warps; one owns a tile of one draft row. The program
@@ -72,7 +61,7 @@ def draft_statistics_kernel(operands: _Operands, out: _Outputs, *, schedule: Sch
     Memory order: `is_last_arrival` on `counters[row]`; the counters begin at 0.
     Reference: Milakov and Gimelshein, 2018, arXiv:1805.02867: the merge.
     """
-    arrays = operands.arrays
+    arrays = operands[0]
     num_tiles = schedule.tile.num_tiles(arrays.draft_logits.shape[1])
     index, tile_index = divmod_i32(pl.program_id(0), num_tiles)
     b, i = divmod_i32(index, schedule.max_draft_tokens)
@@ -81,10 +70,11 @@ def draft_statistics_kernel(operands: _Operands, out: _Outputs, *, schedule: Sch
 
     @pl.when(has_draft)
     def _() -> None:
-        row = locate_draft_row(arrays, request, i, has_draft, schedule)
+        row = locate_draft_row(request, i, has_draft)
         scale = row.temperature.scale
-        row_tile = RowTile(arrays.draft_logits, row.row_index, tile_index, scale, row.cutoff, None)
-        store_partials(row_tile, out.partials, index, schedule.tile, schedule.interpret)
+        where = (arrays.draft_logits, row.row_index, tile_index, scale, row.cutoff)
+        row_tile = RowTile(*where, schedule.tile, schedule.interpret)
+        store_partials(row_tile, out.partials, index)
 
         @pl.when(is_last_arrival(out.counters, (index,), num_tiles, schedule.interpret))
         def _() -> None:

@@ -9,7 +9,7 @@ greedy requests and bonus tokens need only the partials of the rows. Block verif
 summed its residuals, and launches only the draw (`draw_next`).
 """
 
-import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -18,15 +18,15 @@ from jax.experimental import pallas as pl
 
 from specjax.call_arrays import VerifyArrays
 from specjax.core.temperature import parse_temperature
-from specjax.pallas.gumbel_max import Draw, draw_row_noise
-from specjax.pallas.launch import cond_or, divmod_i32, is_last_arrival, launch, output
+from specjax.pallas.gumbel_max import Draw
+from specjax.pallas.launch import cond_or, divmod_i32, is_last_arrival
 from specjax.pallas.load_request import Schedule
 from specjax.pallas.next_token import (
     AcceptedPrefix,
     LoadPrefix,
     draw_row,
     load_accepted_prefix,
-    next_address,
+    next_noise,
     write_result,
 )
 from specjax.pallas.reduce_rows import ReducedRows
@@ -53,18 +53,8 @@ __all__ = [
 ]
 
 
-class DrawOperands(NamedTuple):
-    """The call's arrays, its reduced rows, and `masses_shape` of residuals or None."""
-
-    arrays: VerifyArrays
-    rows: Any
-    log_masses: Any = None
-
-
-class _ResidualLogMasses(NamedTuple):
-    """Log-masses f32[B, blocks] of the blocks of residuals; a rule's `Partials` of weights."""
-
-    log_masses: Any
+# The call's arrays, its reduced rows, and `masses_shape` of residuals or None.
+DrawOperands = tuple[VerifyArrays, Any, Any]
 
 
 class _ResidualOutputs(NamedTuple):
@@ -87,45 +77,40 @@ def emit_tokens(
     """
     has_residual = arrays.draft_logits is not None or schedule.log_weights is not None
     if not has_residual:
-        return draw_next(DrawOperands(arrays, rows), schedule)
-    if isinstance(rows, ReducedRows):
-        return _draw_from_tiles(arrays, rows, schedule)
-    if schedule.options.skips_greedy_sums:
-        return _draw_by_last_program(arrays, rows, schedule)
-    return draw_next(
-        DrawOperands(arrays, rows, _reduce_residuals(arrays, rows, schedule)), schedule
-    )
+        return draw_next((arrays, rows, None), schedule)
+    vocab_size, num_tiles = arrays.target_logits.shape[1], schedule.num_tiles(arrays)
+    masses = masses_shape(vocab_size, schedule)
+
+    def launch_tiles(kernel: Callable[..., None], outputs: Any) -> Any:
+        num_programs = schedule.num_requests * num_tiles
+        return schedule.launch(kernel, (arrays, rows), outputs, num_programs)
+
+    by_tile = isinstance(rows, ReducedRows)
+    if not by_tile and not schedule.options.skips_greedy_sums:
+        return draw_next((arrays, rows, launch_tiles(residual_mass_kernel, masses)), schedule)
+    winners = winners_shape((schedule.num_requests, num_tiles), schedule)
+    kernel: Callable[..., None] = residual_draw_kernel if by_tile else residual_last_draw_kernel
+    results = winners if by_tile else masses
+    outputs = _ResidualOutputs(schedule.verification_shape(), results, rows.counters)
+    return launch_tiles(kernel, outputs).verification
 
 
 def draw_next(
     operands: DrawOperands, schedule: Schedule, load_prefix: LoadPrefix = load_accepted_prefix
 ) -> Verification:
     """Launches the draw after each request's accepted prefix, and returns the call's result."""
-    return launch(
-        functools.partial(verify_draw_kernel, schedule=schedule, load_prefix=load_prefix),
+    return schedule.launch(
+        verify_draw_kernel,
         operands,
         schedule.verification_shape(),
         num_programs=schedule.num_requests,
         num_warps=schedule.config.num_draw_warps,
-        interpret=schedule.interpret,
+        load_prefix=load_prefix,
     )
 
 
-def _reduce_residuals(arrays: VerifyArrays, rows: VerifiedRows, schedule: Schedule) -> jax.Array:
-    """Launches the reduction of a large batch's residuals, and returns their log-masses."""
-    num_tiles = schedule.tile.num_tiles(arrays.target_logits.shape[1])
-    return launch(
-        functools.partial(residual_mass_kernel, schedule=schedule),
-        DrawOperands(arrays, rows),
-        _ResidualLogMasses(masses_shape(arrays.target_logits.shape[1], schedule)),
-        num_programs=schedule.num_requests * num_tiles,
-        num_warps=schedule.tile.num_warps,
-        interpret=schedule.interpret,
-    ).log_masses
-
-
 def residual_mass_kernel(
-    operands: DrawOperands, out: _ResidualLogMasses, *, schedule: Schedule
+    operands: tuple[VerifyArrays, VerifiedRows], out: Any, *, schedule: Schedule
 ) -> None:
     """Writes log sum max(p - q, 0), or (m, l) of a rule's weights, per block of a residual's tile.
 
@@ -139,21 +124,14 @@ def residual_mass_kernel(
     and normalizers of that launch. The programs of this launch do not wait for one another.
     References: Leviathan et al., 2023, arXiv:2211.17192; Chen et al., 2023, arXiv:2302.01318.
     """
-    num_tiles = schedule.tile.num_tiles(operands.arrays.target_logits.shape[1])
-    b, tile_index = divmod_i32(pl.program_id(0), num_tiles)
-    prefix = load_accepted_prefix(operands.arrays, operands.rows, b, schedule)
-
-    @pl.when(prefix.from_residual)
-    def _() -> None:
-        store_log_masses(operands.arrays, prefix, tile_index, out.log_masses, b, schedule)
+    arrays, rows = operands
+    b, tile_index = divmod_i32(pl.program_id(0), schedule.num_tiles(arrays))
+    prefix = load_accepted_prefix(arrays, rows, b, schedule)
+    pl.when(prefix.from_residual)(lambda: store_log_masses(prefix, tile_index, out))
 
 
 def verify_draw_kernel(
-    operands: DrawOperands,
-    out: Verification,
-    *,
-    schedule: Schedule,
-    load_prefix: LoadPrefix,
+    operands: DrawOperands, out: Verification, *, schedule: Schedule, load_prefix: LoadPrefix
 ) -> None:
     """Writes a request's accepted drafted tokens, and the next one, drawn by two-level Gumbel-max.
 
@@ -170,59 +148,31 @@ def verify_draw_kernel(
     """
     arrays, rows, log_masses = operands
     prefix = load_prefix(arrays, rows, pl.program_id(0), schedule)
-    _write_drawn(arrays, rows, log_masses, prefix, out, schedule)
+    _write_drawn(rows, log_masses, prefix, out)
 
 
-def _write_drawn(
-    arrays: VerifyArrays,
-    rows: Any,
-    log_masses: Any,
-    prefix: AcceptedPrefix,
-    out: Verification,
-    schedule: Schedule,
-) -> None:
+def _write_drawn(rows: Any, log_masses: Any, prefix: AcceptedPrefix, out: Verification) -> None:
     """Draws the token after an accepted prefix from its row or residual, and writes both."""
-    address, vocab_size = next_address(arrays, prefix, schedule), arrays.target_logits.shape[1]
-    noise = draw_row_noise(address, vocab_size, schedule.noise_dtype, schedule.threefry)
+    noise, log_weights = next_noise(prefix), prefix.request.schedule.log_weights
 
     def draw_from_row() -> Draw:
-        return draw_row(arrays, rows, prefix, noise, schedule)
+        return draw_row(rows, prefix, noise)
 
     def draw() -> Draw:
         if log_masses is None:
             return draw_from_row()
 
         def draw_from_residual() -> Draw:
-            draw_weights = draw_residual if schedule.log_weights is None else draw_by_rule
-            return draw_weights(arrays, rows, log_masses, prefix, noise, schedule)
+            draw_weights = draw_residual if log_weights is None else draw_by_rule
+            return draw_weights(rows, log_masses, prefix, noise)
 
         return jax.lax.cond(prefix.from_residual, draw_from_residual, draw_from_row)
 
-    write_result(arrays, prefix, draw, out, schedule)
-
-
-def _draw_by_last_program(
-    arrays: VerifyArrays, rows: VerifiedRows, schedule: Schedule
-) -> Verification:
-    """Launches `residual_last_draw_kernel`, and returns the call's result."""
-    num_tiles = schedule.tile.num_tiles(arrays.target_logits.shape[1])
-    return launch(
-        functools.partial(residual_last_draw_kernel, schedule=schedule),
-        DrawOperands(arrays, rows),
-        _ResidualOutputs(
-            schedule.verification_shape(),
-            masses_shape(arrays.target_logits.shape[1], schedule),
-            output(rows.counters.shape, jnp.uint32),
-        ),
-        num_programs=schedule.num_requests * num_tiles,
-        num_warps=schedule.tile.num_warps,
-        interpret=schedule.interpret,
-        in_place={"counters": rows.counters},
-    ).verification
+    write_result(prefix, draw, out)
 
 
 def residual_last_draw_kernel(
-    operands: DrawOperands, out: _ResidualOutputs, *, schedule: Schedule
+    operands: tuple[VerifyArrays, VerifiedRows], out: _ResidualOutputs, *, schedule: Schedule
 ) -> None:
     """Reduces a tile of a residual; the request's last program draws, and writes the result.
 
@@ -236,22 +186,22 @@ def residual_last_draw_kernel(
     Memory order: `is_last_arrival` on `counters[b, K + 2]`, which no earlier launch uses.
     References: Leviathan et al., 2023, arXiv:2211.17192; Chen et al., 2023, arXiv:2302.01318.
     """
-    arrays, rows = operands.arrays, operands.rows
-    num_tiles = schedule.tile.num_tiles(arrays.target_logits.shape[1])
+    arrays, rows = operands
+    num_tiles = schedule.num_tiles(arrays)
     b, tile_index = divmod_i32(pl.program_id(0), num_tiles)
     is_greedy = parse_temperature(arrays.temperature[b]).greedy
 
     @pl.when(is_greedy & (tile_index == 0))
     def _() -> None:
         prefix = load_accepted_prefix(arrays, rows, b, schedule)
-        write_result(arrays, prefix, None, out.verification, schedule)
+        write_result(prefix, None, out.verification)
 
     @pl.when(~is_greedy)
     def _() -> None:
         prefix = load_accepted_prefix(arrays, rows, b, schedule)
 
         def reduce_and_arrive() -> jax.Array:
-            store_log_masses(arrays, prefix, tile_index, out.tile_results, b, schedule)
+            store_log_masses(prefix, tile_index, out.tile_results)
             at = (b, jnp.int32(schedule.rows_per_request + 1))
             return is_last_arrival(out.counters, at, num_tiles, schedule.interpret)
 
@@ -259,29 +209,11 @@ def residual_last_draw_kernel(
 
         @pl.when(is_last)
         def _() -> None:
-            _write_drawn(arrays, rows, out.tile_results, prefix, out.verification, schedule)
-
-
-def _draw_from_tiles(arrays: VerifyArrays, rows: ReducedRows, schedule: Schedule) -> Verification:
-    """Launches `residual_draw_kernel` for a small batch, and returns the call's result."""
-    tiles = (schedule.num_requests, schedule.tile.num_tiles(arrays.target_logits.shape[1]))
-    return launch(
-        functools.partial(residual_draw_kernel, schedule=schedule),
-        DrawOperands(arrays, rows),
-        _ResidualOutputs(
-            schedule.verification_shape(),
-            winners_shape(tiles, schedule),
-            output(rows.counters.shape, jnp.uint32),
-        ),
-        num_programs=tiles[0] * tiles[1],
-        num_warps=schedule.tile.num_warps,
-        interpret=schedule.interpret,
-        in_place={"counters": rows.counters},
-    ).verification
+            _write_drawn(rows, out.tile_results, prefix, out.verification)
 
 
 def residual_draw_kernel(
-    operands: DrawOperands, out: _ResidualOutputs, *, schedule: Schedule
+    operands: tuple[VerifyArrays, ReducedRows], out: _ResidualOutputs, *, schedule: Schedule
 ) -> None:
     """Draws a token from each tile of a residual; the last program writes the request's result.
 
@@ -298,20 +230,19 @@ def residual_draw_kernel(
     residual is needed, program 0 of the request writes the result, and no program counts itself.
     References: Leviathan et al., 2023, arXiv:2211.17192; Chen et al., 2023, arXiv:2302.01318.
     """
-    arrays = operands.arrays
-    num_tiles = schedule.tile.num_tiles(arrays.target_logits.shape[1])
+    arrays, rows = operands
+    num_tiles = schedule.num_tiles(arrays)
     b, tile_index = divmod_i32(pl.program_id(0), num_tiles)
-    prefix = load_accepted_prefix(arrays, operands.rows, b, schedule)
+    prefix = load_accepted_prefix(arrays, rows, b, schedule)
 
     def draw_and_arrive() -> jax.Array:
-        draw_tile(arrays, prefix, tile_index, out.tile_results, prefix.request.b, schedule)
+        draw_tile(prefix, tile_index, out.tile_results)
         return is_last_arrival(out.counters, (b,), num_tiles, schedule.interpret)
 
     is_last = cond_or(prefix.from_residual, draw_and_arrive, tile_index == 0)
 
     @pl.when(is_last)
     def _() -> None:
-        def draw() -> Draw:
-            return choose_winner(arrays, operands.rows, prefix, out.tile_results, b, schedule)
-
-        write_result(arrays, prefix, draw, out.verification, schedule)
+        write_result(
+            prefix, lambda: choose_winner(rows, prefix, out.tile_results), out.verification
+        )

@@ -12,8 +12,7 @@ The stores of a launch are visible to the next one, with programmatic dependent 
 (`launch_dependents`).
 """
 
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -57,34 +56,32 @@ def launch(
     num_warps: int,
     interpret: bool,
     num_stages: int = 1,
-    in_place: Mapping[str, Any] = MappingProxyType({}),
 ) -> Any:
     """Runs `kernel(operands, outputs)` on every program of a grid, and returns the outputs.
 
     A profile shows the kernel under its function's name, which `docs/kernels.md` lists.
 
     Args:
-      kernel: function of two NamedTuples of references, or a `functools.partial` of one.
-      operands: NamedTuple of arrays, pytrees of arrays or None.
-      outputs: NamedTuple of `jax.ShapeDtypeStruct` from `output`, pytrees of them or None.
+      kernel: function of two pytrees of references, or a `functools.partial` of one.
+      operands: a pytree of arrays.
+      outputs: a pytree of `jax.ShapeDtypeStruct` from `output`, or of operands, in whose memory
+        the kernel then writes.
       num_programs: length of the grid, which has one axis.
       num_warps: per program.
       interpret: whether to run in Pallas' interpreter.
       num_stages: iterations of a loop whose loads are in flight at once.
-      in_place: by name of an output, the operand whose memory it takes; both may be pytrees.
 
     Returns:
       Arrays in the structure of `outputs`.
     """
     arrays = jax.tree.leaves(operands)
     shapes, tree = jax.tree.flatten(outputs)
-    aliases = {}
-    for name, operand in in_place.items():
-        pairs = zip(jax.tree.leaves(operand), jax.tree.leaves(getattr(outputs, name)), strict=True)
-        for array, shape in pairs:
-            [source] = [i for i, leaf in enumerate(arrays) if leaf is array]
-            [target] = [i for i, leaf in enumerate(shapes) if leaf is shape]
-            aliases[source] = target
+    aliases = {
+        source: target
+        for target, shape in enumerate(shapes)
+        for source, array in enumerate(arrays)
+        if shape is array
+    }
 
     axes = jax.typeof(arrays[0]).manual_axis_type
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=axes) for x in shapes]
@@ -227,9 +224,7 @@ def cond_or(predicate: jax.Array, function: Callable[[], Any], otherwise: Any) -
     """Returns `function()` where `predicate` holds, and the arrays `otherwise` elsewhere."""
     # Triton's lowering needs computed results in both branches, and takes no literal.
     return jax.lax.cond(
-        predicate,
-        function,
-        lambda: jax.tree.map(lambda x: jnp.where(predicate, x, x), otherwise),
+        predicate, function, lambda: jax.tree.map(lambda x: jnp.where(predicate, x, x), otherwise)
     )
 
 

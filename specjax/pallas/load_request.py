@@ -1,5 +1,6 @@
 """Loads of a request in a kernel of verification: scalars, drafted tokens and their rows."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -13,16 +14,18 @@ from specjax.core.logsumexp import LogNormalizer, normalizer_from_statistics
 from specjax.core.noise import Hash, Words, fold_in
 from specjax.core.temperature import Temperature, parse_temperature
 from specjax.devices.rows import logit_rows
-from specjax.pallas.blocks import load_logits
+from specjax.pallas.blocks import RowTile, load_logits
+from specjax.pallas.gumbel_max import SamplingRow
 from specjax.pallas.kernel_config import KernelConfig, Tile, next_power_of_2
-from specjax.pallas.launch import interpreter_barrier, output, reduce_where
+from specjax.pallas.launch import interpreter_barrier, launch, output, reduce_where
+from specjax.pallas.split.shared_rows import load_first_token, unpadded
 from specjax.pallas.threefry import make_threefry
 from specjax.types import Verification
 
 __all__ = [
     "DraftRow",
     "DraftedToken",
-    "RequestScalars",
+    "Request",
     "Schedule",
     "load_draft_ids",
     "load_drafted",
@@ -41,8 +44,8 @@ class Schedule(NamedTuple):
       num_requests: B.
       options: of the call.
       tile: the share of a row that one program reduces.
-      log_weights: of a rule, from (arrays, prefix, token ids, log p, schedule) to log-weights of
-        the token in place of a rejected one; None for max(p - q, 0).
+      log_weights: of a rule, from (prefix, token ids, log p) to log-weights of the token in place
+        of a rejected one; None for max(p - q, 0).
       has_bonus_rows: whether the row after a request's last drafted token is reduced, too.
     """
 
@@ -91,7 +94,11 @@ class Schedule(NamedTuple):
         """Returns V, of all devices together."""
         return logit_rows(arrays.target_logits, self.options.split).vocab_size
 
-    def is_reduced(self, request: "RequestScalars", i: jax.Array) -> jax.Array:
+    def num_tiles(self, arrays: VerifyArrays) -> int:
+        """Returns the number of tiles of a target row."""
+        return self.tile.num_tiles(arrays.target_logits.shape[1])
+
+    def is_reduced(self, request: "Request", i: jax.Array) -> jax.Array:
         """Returns whether row i of a request is reduced by the first launch, bool of i's shape."""
         n = request.num_draft_tokens
         return i <= n if self.has_bonus_rows else i < n
@@ -106,11 +113,41 @@ class Schedule(NamedTuple):
             logprobs=output(rows),
         )
 
+    def launch(
+        self,
+        kernel: Callable[..., None],
+        operands: Any,
+        outputs: Any,
+        num_programs: int,
+        num_warps: int | None = None,
+        **static: Any,
+    ) -> Any:
+        """Launches a kernel of this schedule, and returns its outputs.
 
-class RequestScalars(NamedTuple):
-    """Scalars of one request.
+        Args:
+          kernel: as in `launch.launch`, which is told the schedule.
+          operands: as there.
+          outputs: as there.
+          num_programs: as there.
+          num_warps: per program; None is the tile's.
+          **static: other arguments of the kernel.
+        """
+        return launch(
+            functools.partial(kernel, schedule=self, **static),
+            operands,
+            outputs,
+            num_programs=num_programs,
+            num_warps=num_warps or self.tile.num_warps,
+            interpret=self.interpret,
+        )
+
+
+class Request(NamedTuple):
+    """One request in a kernel: the call that it is part of, and its scalars.
 
     Attributes:
+      arrays: references to those of the call.
+      schedule: of the launch.
       b: i32, its index in the batch.
       first_draft: i32, index of its first drafted token in the flat token arrays.
       first_target_row: i32, index of its first row in the target logits.
@@ -119,6 +156,8 @@ class RequestScalars(NamedTuple):
       active: bool, whether it may emit tokens.
     """
 
+    arrays: VerifyArrays
+    schedule: Schedule
     b: jax.Array
     first_draft: jax.Array
     first_target_row: jax.Array
@@ -126,19 +165,47 @@ class RequestScalars(NamedTuple):
     temperature: Temperature
     active: jax.Array
 
-    def address(self, arrays: VerifyArrays, i: jax.Array, stream: Any, schedule: Schedule) -> Words:
+    def row_index(self, i: jax.Array) -> jax.Array:
+        """Returns the index of row i among the K + 1 reduced rows of each request."""
+        return self.b * self.schedule.rows_per_request + i
+
+    def address(self, i: jax.Array, stream: Any) -> Words:
         """Returns the addresses of the draws at positions `positions[b] + i`."""
+        arrays, schedule = self.arrays, self.schedule
         words = arrays.keys[self.b, 0], arrays.keys[self.b, 1]
         key = jnp.broadcast_to(words[0], i.shape), jnp.broadcast_to(words[1], i.shape)
         at = fold_in(key, arrays.positions[self.b] + i, schedule.threefry)
         at = fold_in(interpreter_barrier(at, schedule.interpret), stream, schedule.threefry)
         return interpreter_barrier(at, schedule.interpret)
 
-    def cutoff(self, arrays: VerifyArrays, i: jax.Array, mask: jax.Array) -> jax.Array | None:
+    def cutoff(self, i: jax.Array, mask: jax.Array) -> jax.Array | None:
         """Returns the cutoffs of target rows i, 0 where `mask` is False; None without cutoffs."""
-        if arrays.target_cutoff is None:
-            return None
-        return load_masked(arrays.target_cutoff, self.first_target_row + i, mask)
+        cutoff = self.arrays.target_cutoff
+        return None if cutoff is None else load_masked(cutoff, self.first_target_row + i, mask)
+
+    def row(self, i: jax.Array, normalizer: LogNormalizer) -> SamplingRow:
+        """Returns target row i, i32[], with its normalizer."""
+        return SamplingRow(
+            unpadded(self.arrays.target_logits, self.arrays),
+            self.first_target_row + i,
+            self.temperature.scale,
+            self.cutoff(i, self.active),
+            normalizer,
+            load_first_token(self.arrays),
+        )
+
+    def row_tile(self, i: jax.Array, tile_index: jax.Array, tile: Tile | None = None) -> RowTile:
+        """Returns a tile of target row i, which exists; None is one of the schedule's size."""
+        return RowTile(
+            unpadded(self.arrays.target_logits, self.arrays),
+            self.first_target_row + i,
+            tile_index,
+            self.temperature.scale,
+            self.cutoff(i, i >= 0),
+            tile or self.schedule.tile,
+            self.schedule.interpret,
+            self.temperature.greedy,
+        )
 
 
 class DraftRow(NamedTuple):
@@ -192,8 +259,8 @@ def load_masked(values: Any, index: Any, mask: jax.Array) -> jax.Array:
     return plgpu.load(values.at[index], mask=mask, other=jnp.zeros((), values.dtype))
 
 
-def load_request(arrays: VerifyArrays, b: jax.Array, schedule: Schedule) -> RequestScalars:
-    """Loads the scalars of request b."""
+def load_request(arrays: VerifyArrays, b: jax.Array, schedule: Schedule) -> Request:
+    """Loads request b."""
     k = schedule.max_draft_tokens
     temperature = parse_temperature(arrays.temperature[b])
     if arrays.cu_num_draft_tokens is None:
@@ -215,18 +282,18 @@ def load_request(arrays: VerifyArrays, b: jax.Array, schedule: Schedule) -> Requ
         num_draft_tokens = num_valid_drafts(token_ids, num_given)
     active = (num_draft_tokens >= 0) & temperature.valid
     # Each of the b earlier requests has one target row more than drafts.
-    return RequestScalars(b, first_draft, first_draft + b, num_draft_tokens, temperature, active)
+    return Request(
+        arrays, schedule, b, first_draft, first_draft + b, num_draft_tokens, temperature, active
+    )
 
 
-def locate_draft_row(
-    arrays: VerifyArrays, request: RequestScalars, i: jax.Array, mask: jax.Array, schedule: Schedule
-) -> DraftRow:
+def locate_draft_row(request: Request, i: jax.Array, mask: jax.Array) -> DraftRow:
     """Returns the draft rows of drafted tokens i, through `draft_rows` if it is not None."""
-    index = request.first_draft + i
+    arrays, index = request.arrays, request.first_draft + i
     if arrays.draft_rows is None:
         row = index
     elif arrays.cu_num_draft_tokens is None:
-        row = arrays.draft_rows[request.b] * schedule.max_draft_tokens + i
+        row = arrays.draft_rows[request.b] * request.schedule.max_draft_tokens + i
     else:
         row = load_masked(arrays.draft_rows, index, mask)
     if arrays.draft_rows is not None:
@@ -247,23 +314,21 @@ def load_draft_ids(arrays: VerifyArrays, token_id: jax.Array) -> jax.Array:
     return plgpu.load(arrays.draft_ids.at[token_id], mask=inside, other=none)
 
 
-def load_drafted(
-    arrays: VerifyArrays, request: RequestScalars, i: jax.Array, mask: jax.Array, schedule: Schedule
-) -> DraftedToken:
+def load_drafted(request: Request, i: jax.Array, mask: jax.Array) -> DraftedToken:
     """Loads a request's drafted tokens i where `mask` is True; `arrays.token_ids` is not None."""
-    index = request.first_draft + i
+    arrays, index = request.arrays, request.first_draft + i
     token_id = load_masked(arrays.token_ids, index, mask)
     if arrays.draft_logits is None:
         zero = jnp.zeros_like(token_id, jnp.float32)
         row = DraftRow(index, request.temperature, None)
         # `index >= 0` is True, of the index's shape.
         return DraftedToken(token_id, zero, LogNormalizer(zero, zero), index >= 0, row)
-    row = locate_draft_row(arrays, request, i, mask, schedule)
+    row = locate_draft_row(request, i, mask)
     if arrays.shared is None:
         draft_id = load_draft_ids(arrays, token_id)
         logit = load_logits(arrays.draft_logits, row.row_index, draft_id, row.cutoff, mask)
     else:
-        logit = arrays.shared.load_draft_logit(request.b * schedule.rows_per_request + i, mask)
+        logit = arrays.shared.load_draft_logit(request.row_index(i), mask)
     logprob = load_masked(arrays.draft_logprobs, index, mask)
     logsumexp = load_masked(arrays.draft_logsumexp, index, mask)
     one_hot = is_one_hot(row.temperature, logprob, logsumexp)
@@ -272,29 +337,23 @@ def load_drafted(
 
 
 def load_drafted_logits(
-    arrays: VerifyArrays,
-    request: RequestScalars,
-    i: jax.Array,
-    token_id: jax.Array,
-    mask: jax.Array,
-    schedule: Schedule,
+    request: Request, i: jax.Array, token_id: jax.Array, mask: jax.Array
 ) -> jax.Array:
     """Loads the target logits of a request's drafted tokens i where `mask` is True."""
+    arrays = request.arrays
     if arrays.shared is not None:
-        return arrays.shared.load_target_logit(request.b * schedule.rows_per_request + i, mask)
+        return arrays.shared.load_target_logit(request.row_index(i), mask)
     exists = i <= request.num_draft_tokens
     row = request.first_target_row + jnp.where(exists, i, 0)
-    return load_logits(arrays.target_logits, row, token_id, request.cutoff(arrays, i, exists), mask)
+    return load_logits(arrays.target_logits, row, token_id, request.cutoff(i, exists), mask)
 
 
-def load_drafted_logit(
-    arrays: VerifyArrays, request: RequestScalars, i: jax.Array
-) -> tuple[jax.Array, jax.Array]:
+def load_drafted_logit(request: Request, i: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Loads a request's drafted token i, i32[], and its logit, f32[]; 0 and -inf without one."""
     # Arrays of one element, of which a reduction makes a scalar.
-    i += jax.lax.iota(jnp.int32, 1)
+    i, arrays = i + jax.lax.iota(jnp.int32, 1), request.arrays
     exists, row = i < request.num_draft_tokens, request.first_target_row + i
     token_id = load_masked(arrays.token_ids, request.first_draft + i, exists)
-    cutoff = request.cutoff(arrays, i, exists)
+    cutoff = request.cutoff(i, exists)
     logit = load_logits(arrays.target_logits, row, token_id, cutoff, exists)
     return jnp.max(token_id), jnp.max(logit)

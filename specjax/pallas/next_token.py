@@ -29,19 +29,25 @@ from specjax.core.gumbel_max import token_logprobs
 from specjax.core.logsumexp import LogNormalizer, block_logprobs, exp_scaled
 from specjax.core.noise import Stream, Words
 from specjax.pallas.blocks import load_blocks, load_maxima
-from specjax.pallas.gumbel_max import BlockNoise, Draw, SamplingRow, draw_token, exclude_token
+from specjax.pallas.gumbel_max import (
+    BlockNoise,
+    Draw,
+    SamplingRow,
+    draw_row_noise,
+    draw_token,
+    exclude_token,
+)
 from specjax.pallas.kernel_config import next_power_of_2
 from specjax.pallas.launch import cond_or, reduce_where
 from specjax.pallas.load_request import (
     DraftedToken,
-    RequestScalars,
+    Request,
     Schedule,
     load_drafted,
     load_masked,
     load_request,
 )
 from specjax.pallas.reduce_rows import ReducedRows
-from specjax.pallas.split.shared_rows import load_first_token, unpadded
 from specjax.pallas.target_rows import VerifiedRows, evaluate_acceptance
 from specjax.types import Verification
 
@@ -52,6 +58,7 @@ __all__ = [
     "has_given_bonus",
     "load_accepted_prefix",
     "next_address",
+    "next_noise",
     "row_block_logprobs",
     "verification_of",
     "write_result",
@@ -76,7 +83,7 @@ class AcceptedPrefix(NamedTuple):
       log_rho: f32, log of the factor of p in the residual of block verification; None is 0.
     """
 
-    request: RequestScalars
+    request: Request
     num_accepted: jax.Array
     row: SamplingRow
     valid: jax.Array
@@ -86,6 +93,28 @@ class AcceptedPrefix(NamedTuple):
     argmax: jax.Array
     logprobs: jax.Array
     log_rho: jax.Array | None = None
+
+    @classmethod
+    def from_row(
+        cls, request: Request, num_accepted: jax.Array, normalizer: LogNormalizer, **fields: Any
+    ) -> "AcceptedPrefix":
+        """Returns the prefix of `num_accepted` tokens, without a residual; `fields` are others."""
+        return cls(
+            request=request,
+            num_accepted=num_accepted,
+            row=request.row(num_accepted, normalizer),
+            valid=request.active & jnp.isfinite(normalizer.log_sum),
+            rejected=num_accepted < request.num_draft_tokens,
+            from_residual=num_accepted < 0,  # False, as a computed value that Triton can branch on
+            **fields,
+        )
+
+    def times_rho(self, is_block: jax.Array, log_rho: jax.Array) -> "AcceptedPrefix":
+        """Returns the prefix in block verification; a request's that is none has rho 1."""
+        return self._replace(
+            from_residual=self.rejected & self.valid & is_block,
+            log_rho=jnp.where(is_block, log_rho, jnp.float32(0)),
+        )
 
 
 # Returns the accepted prefix of a request from the call's arrays, its rows and its index.
@@ -103,7 +132,7 @@ def load_accepted_prefix(
     request = load_request(arrays, b, schedule)
     i = jax.lax.iota(jnp.int32, next_power_of_2(schedule.rows_per_request))
     if isinstance(rows, ReducedRows):
-        result = evaluate_acceptance(arrays, request, i, rows.partials, schedule)
+        result = evaluate_acceptance(request, i, rows.partials)
         is_end = ~result.accepted & (i <= request.num_draft_tokens)
         num_accepted = jnp.min(jnp.where(is_end, i, jnp.int32(schedule.rows_per_request)))
         num_accepted = jnp.where(request.active, num_accepted, jnp.int32(0))
@@ -121,59 +150,51 @@ def load_accepted_prefix(
             # No program publishes the bonus row of a greedy request as the stop.
             num_accepted = jnp.minimum(num_accepted, request.num_draft_tokens)
         num_accepted = jnp.where(request.active, num_accepted, jnp.int32(0))
-        index = b * schedule.rows_per_request + num_accepted
-        normalizer, argmax = _deciding_row(rows, index, request, schedule)
-        logprobs = load_masked(rows.logprobs, b * schedule.rows_per_request + i, i < num_accepted)
+        index = request.row_index(num_accepted)
+        normalizer, argmax = _deciding_row(rows, index, request)
+        logprobs = load_masked(rows.logprobs, request.row_index(i), i < num_accepted)
         drafted = None
         if schedule.max_draft_tokens:
             has_draft = num_accepted < request.num_draft_tokens
-            drafted = load_drafted(arrays, request, num_accepted, has_draft, schedule)
-    valid = request.active & jnp.isfinite(normalizer.log_sum)
-    rejected = num_accepted < request.num_draft_tokens
-    from_residual = num_accepted < 0  # False, as a computed value that Triton can branch on
-    if schedule.log_weights is not None and drafted is not None:
-        from_residual = rejected & valid & ~request.temperature.greedy
-    elif arrays.draft_logits is not None and drafted is not None:
-        from_residual = rejected & valid & ~request.temperature.greedy & ~drafted.one_hot
-    row = SamplingRow(
-        unpadded(arrays.target_logits, arrays),
-        request.first_target_row + num_accepted,
-        request.temperature.scale,
-        request.cutoff(arrays, num_accepted, request.active),
-        normalizer,
-        load_first_token(arrays),
+            drafted = load_drafted(request, num_accepted, has_draft)
+    prefix = AcceptedPrefix.from_row(
+        request, num_accepted, normalizer, drafted=drafted, argmax=argmax, logprobs=logprobs
     )
-    return AcceptedPrefix(
-        request, num_accepted, row, valid, rejected, drafted, from_residual, argmax, logprobs
-    )
+    if drafted is None or (schedule.log_weights is None and arrays.draft_logits is None):
+        return prefix
+    from_residual = prefix.rejected & prefix.valid & ~request.temperature.greedy
+    if schedule.log_weights is None:
+        from_residual &= ~drafted.one_hot
+    return prefix._replace(from_residual=from_residual)
 
 
 def _deciding_row(
-    rows: VerifiedRows, index: jax.Array, request: RequestScalars, schedule: Schedule
+    rows: VerifiedRows, index: jax.Array, request: Request
 ) -> tuple[LogNormalizer, jax.Array]:
     """Returns the normalizer and the argmax of a row that `verify_accept_kernel` has read."""
 
     def load() -> tuple[LogNormalizer, jax.Array]:
         return LogNormalizer(rows.shift[index], rows.log_sum[index]), rows.argmax[index]
 
-    if not schedule.options.skips_greedy_sums:
+    if not request.schedule.options.skips_greedy_sums:
         return load()
     is_greedy = request.temperature.greedy
     return jax.lax.cond(is_greedy, lambda: load_maxima(rows.partials, index), load)
 
 
-def next_address(arrays: VerifyArrays, prefix: AcceptedPrefix, schedule: Schedule) -> Words:
+def next_address(prefix: AcceptedPrefix) -> Words:
     """Returns the address of the draw of the token after the accepted drafted tokens."""
-    return prefix.request.address(arrays, prefix.num_accepted, Stream.TARGET, schedule)
+    return prefix.request.address(prefix.num_accepted, Stream.TARGET)
 
 
-def write_result(
-    arrays: VerifyArrays,
-    prefix: AcceptedPrefix,
-    draw: Callable[[], Draw] | None,
-    out: Any,
-    schedule: Schedule,
-) -> None:
+def next_noise(prefix: AcceptedPrefix) -> BlockNoise:
+    """Returns the noise of that draw among all blocks of a row."""
+    schedule, vocab_size = prefix.request.schedule, prefix.request.arrays.target_logits.shape[1]
+    address = next_address(prefix)
+    return draw_row_noise(address, vocab_size, schedule.noise_dtype, schedule.threefry)
+
+
+def write_result(prefix: AcceptedPrefix, draw: Callable[[], Draw] | None, out: Any) -> None:
     """Writes a request's accepted drafted tokens and the token after them, if one is emitted.
 
     Args:
@@ -183,24 +204,20 @@ def write_result(
       out: references of the `Verification`.
       schedule: of the launch.
     """
-    result, b = verification_of(arrays, prefix, draw, schedule), prefix.request.b
+    result, b = verification_of(prefix, draw), prefix.request.b
     i = jax.lax.iota(jnp.int32, result.token_ids.shape[0])
-    inside = i < schedule.rows_per_request
+    inside = i < prefix.request.schedule.rows_per_request
     plgpu.store(out.token_ids.at[b, i], result.token_ids, mask=inside)
     plgpu.store(out.logprobs.at[b, i], result.logprobs, mask=inside)
     out.num_accepted[b] = result.num_accepted
     out.num_emitted[b] = result.num_emitted
 
 
-def verification_of(
-    arrays: VerifyArrays,
-    prefix: AcceptedPrefix,
-    draw: Callable[[], Draw] | None,
-    schedule: Schedule,
-) -> Verification:
+def verification_of(prefix: AcceptedPrefix, draw: Callable[[], Draw] | None) -> Verification:
     """Returns a request's `Verification`, its tokens padded to a power of two."""
-    token, logprob, is_emitted = _next_token(arrays, prefix, draw, schedule)
+    token, logprob, is_emitted = _next_token(prefix, draw)
     request, num_accepted = prefix.request, prefix.num_accepted
+    schedule = request.schedule
     is_emitted &= request.active
     i = jax.lax.iota(jnp.int32, next_power_of_2(schedule.rows_per_request))
     is_next = is_emitted & (i == num_accepted)
@@ -208,7 +225,7 @@ def verification_of(
     logprobs = jnp.where(is_next, logprob, jnp.float32(0))
     if schedule.max_draft_tokens:
         is_accepted = i < num_accepted
-        draft_ids = load_masked(arrays.token_ids, request.first_draft + i, is_accepted)
+        draft_ids = load_masked(request.arrays.token_ids, request.first_draft + i, is_accepted)
         token_ids = jnp.where(is_accepted, draft_ids, token_ids)
         logprobs = jnp.where(is_accepted, prefix.logprobs, logprobs)
     if not schedule.options.greedy_logprobs:
@@ -217,17 +234,15 @@ def verification_of(
     return Verification(token_ids, num_accepted, num_emitted, logprobs)
 
 
-def has_given_bonus(arrays: VerifyArrays, prefix: AcceptedPrefix, schedule: Schedule) -> jax.Array:
+def has_given_bonus(prefix: AcceptedPrefix) -> jax.Array:
     """Returns whether a request's next token is the caller's bonus token, bool[]."""
+    arrays, schedule = prefix.request.arrays, prefix.request.schedule
     bonus = arrays.bonus_token_ids[prefix.request.b]
     return (bonus >= 0) & (bonus < schedule.vocab_size(arrays)) & ~prefix.rejected
 
 
 def _next_token(
-    arrays: VerifyArrays,
-    prefix: AcceptedPrefix,
-    draw: Callable[[], Draw] | None,
-    schedule: Schedule,
+    prefix: AcceptedPrefix, draw: Callable[[], Draw] | None
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns the token after the accepted ones, its log-probability and whether it is emitted."""
 
@@ -246,10 +261,11 @@ def _next_token(
         return jax.lax.cond(prefix.request.temperature.greedy, take_argmax, draw_random)
 
     token, logprob = cond_or(prefix.valid, choose, (jnp.int32(-1), jnp.float32(0)))
-    if arrays.bonus_token_ids is None:
+    bonus_token_ids = prefix.request.arrays.bonus_token_ids
+    if bonus_token_ids is None:
         return token, logprob, prefix.valid
-    bonus = arrays.bonus_token_ids[prefix.request.b]
-    is_given = has_given_bonus(arrays, prefix, schedule)
+    bonus = bonus_token_ids[prefix.request.b]
+    is_given = has_given_bonus(prefix)
     bonus_logprob = prefix.row.logprobs(jnp.maximum(bonus, 0))
     # An invalid row gives a caller's bonus token no probability.
     bonus_logprob = jnp.where(prefix.valid, bonus_logprob, -jnp.inf)
@@ -257,18 +273,12 @@ def _next_token(
     return jnp.where(is_given, bonus, token), logprob, prefix.valid | is_given
 
 
-def draw_row(
-    arrays: VerifyArrays,
-    rows: ReducedRows | VerifiedRows,
-    prefix: AcceptedPrefix,
-    noise: BlockNoise,
-    schedule: Schedule,
-) -> Draw:
+def draw_row(rows: ReducedRows | VerifiedRows, prefix: AcceptedPrefix, noise: BlockNoise) -> Draw:
     """Draws from the deciding row, without a one-hot draft that it rejected.
 
     If no other token has mass, the draw is from the row as it is.
     """
-    row_log_masses = row_block_logprobs(arrays, rows, prefix, schedule)
+    schedule, row_log_masses = prefix.request.schedule, row_block_logprobs(rows, prefix)
     if prefix.drafted is None:
         return draw_token(prefix.row, row_log_masses, noise, lambda _, logprobs: logprobs)
     log_masses, exclude_draft = exclude_token(
@@ -276,7 +286,7 @@ def draw_row(
         row_log_masses,
         prefix.drafted.token_id,
         prefix.rejected & ~prefix.from_residual,
-        schedule.vocab_size(arrays),
+        schedule.vocab_size(prefix.request.arrays),
     )
     is_empty = jnp.sum(exp_scaled(log_masses)) <= 0
 
@@ -288,13 +298,8 @@ def draw_row(
     )
 
 
-def row_block_logprobs(
-    arrays: VerifyArrays,
-    rows: ReducedRows | VerifiedRows,
-    prefix: AcceptedPrefix,
-    schedule: Schedule,
-) -> jax.Array:
+def row_block_logprobs(rows: ReducedRows | VerifiedRows, prefix: AcceptedPrefix) -> jax.Array:
     """Returns the log-masses of the blocks of the deciding row, f32[N]."""
-    index = prefix.request.b * schedule.rows_per_request + prefix.num_accepted
-    blocks = load_blocks(rows.partials, index, arrays.target_logits.shape[1])
+    index = prefix.request.row_index(prefix.num_accepted)
+    blocks = load_blocks(rows.partials, index, prefix.request.arrays.target_logits.shape[1])
     return block_logprobs(blocks, prefix.row.normalizer, prefix.row.scale)

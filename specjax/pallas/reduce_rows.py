@@ -4,7 +4,6 @@ References:
   Milakov and Gimelshein, 2018, arXiv:1805.02867.
 """
 
-import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -14,35 +13,19 @@ from jax.experimental.pallas import triton as plgpu
 
 from specjax.call_arrays import VerifyArrays
 from specjax.core.noise import Stream
-from specjax.pallas.blocks import (
-    Partials,
-    RowTile,
-    load_logits,
-    partials_shape,
-    store_partials,
-)
+from specjax.pallas.blocks import Partials, load_logits, partials_shape, store_partials
 from specjax.pallas.gumbel_max import draw_noise, num_padded_blocks
-from specjax.pallas.launch import divmod_i32, launch, launch_dependents, output
+from specjax.pallas.launch import divmod_i32, launch_dependents, output
 from specjax.pallas.load_request import (
-    RequestScalars,
+    Request,
     Schedule,
     load_masked,
     load_request,
     locate_draft_row,
 )
-from specjax.pallas.split.shared_rows import (
-    SharedRows,
-    shared_shape,
-    unpadded,
-    with_shared_tiles,
-)
+from specjax.pallas.split.shared_rows import SharedRows, shared_shape, unpadded, with_shared_tiles
 
-__all__ = [
-    "ReducedRows",
-    "locate_tile",
-    "reduce_rows",
-    "verify_reduce_kernel",
-]
+__all__ = ["ReducedRows", "reduce_rows", "verify_reduce_kernel"]
 
 
 class ReducedRows(NamedTuple):
@@ -81,10 +64,8 @@ def reduce_rows(
         num_splits = schedule.config.noise_splits(num_rows, num_blocks)
     is_split = schedule.options.split is not None
     triggers = every_row_draws and schedule.options.implementation.device_facts().supports_pdl
-    return launch(
-        functools.partial(
-            verify_reduce_kernel, schedule=schedule, num_splits=num_splits, triggers=triggers
-        ),
+    return schedule.launch(
+        verify_reduce_kernel,
         arrays,
         ReducedRows(
             partials_shape(num_rows, vocab_size, schedule.tile, has_tiles=not is_split),
@@ -93,8 +74,8 @@ def reduce_rows(
             shared_shape(num_rows, schedule.tile.num_tiles(vocab_size)) if is_split else None,
         ),
         num_programs=num_rows * (num_splits + schedule.tile.num_tiles(vocab_size)),
-        num_warps=schedule.tile.num_warps,
-        interpret=schedule.interpret,
+        num_splits=num_splits,
+        triggers=triggers,
     )
 
 
@@ -138,7 +119,7 @@ def _reduce_tile(
     arrays: VerifyArrays, out: ReducedRows, program: jax.Array, schedule: Schedule
 ) -> None:
     """Reduces the tile of a program; a request's first program zeroes its counter."""
-    num_tiles = schedule.tile.num_tiles(arrays.target_logits.shape[1])
+    num_tiles = schedule.num_tiles(arrays)
     index, tile_index = divmod_i32(program, num_tiles)
     b, i = divmod_i32(index, schedule.rows_per_request)
     request = load_request(arrays, b, schedule)
@@ -149,41 +130,33 @@ def _reduce_tile(
 
     @pl.when(request.active & schedule.is_reduced(request, i))
     def _() -> None:
-        row_tile = locate_tile(arrays, request, i, tile_index)
+        row_tile = request.row_tile(i, tile_index)
         only_maxima = row_tile.greedy if schedule.options.skips_greedy_sums else None
         partials = out.partials
         if out.shared is not None:
             partials = with_shared_tiles(partials, out.shared, arrays)
-            pl.when(tile_index == 0)(
-                lambda: _store_drafted(arrays, request, i, out.shared, schedule)
-            )
-        store_partials(row_tile, partials, index, schedule.tile, schedule.interpret, only_maxima)
+            pl.when(tile_index == 0)(lambda: _store_drafted(request, i, out.shared))
+        store_partials(row_tile, partials, index, only_maxima)
 
 
-def _store_drafted(
-    arrays: VerifyArrays,
-    request: RequestScalars,
-    i: jax.Array,
-    shared: SharedRows,
-    schedule: Schedule,
-) -> None:
+def _store_drafted(request: Request, i: jax.Array, shared: SharedRows) -> None:
     """Stores the logits of the drafted token at row i, -inf where another device has it."""
+    arrays = request.arrays
     if arrays.token_ids is None:
         return
-    index, column = request.b * schedule.rows_per_request + i, jax.lax.iota(jnp.int32, 1)
+    index, column = request.row_index(i), jax.lax.iota(jnp.int32, 1)
     i += column
     has_draft = i < request.num_draft_tokens
     token_id = load_masked(arrays.token_ids, request.first_draft + i, has_draft)
     token_id -= arrays.first_token[0]
-    row, cutoff = request.first_target_row + i, request.cutoff(arrays, i, has_draft)
+    row, cutoff = request.first_target_row + i, request.cutoff(i, has_draft)
     logits = unpadded(arrays.target_logits, arrays)
     logit = load_logits(logits, row, token_id, cutoff, has_draft)
     plgpu.store(shared.target_logit_at(index, column), logit)
     if arrays.draft_logits is not None:
-        draft = locate_draft_row(arrays, request, i, has_draft, schedule)
-        row, cutoff = draft.row_index, draft.cutoff
+        draft = locate_draft_row(request, i, has_draft)
         logits = unpadded(arrays.draft_logits, arrays)
-        logit = load_logits(logits, row, token_id, cutoff, has_draft)
+        logit = load_logits(logits, draft.row_index, token_id, draft.cutoff, has_draft)
         plgpu.store(shared.draft_logit_at(index, column), logit)
 
 
@@ -198,17 +171,7 @@ def _store_noise(
 
     @pl.when(exists & ~request.temperature.greedy)
     def _() -> None:
-        address = request.address(arrays, i, Stream.TARGET, schedule)
+        address = request.address(i, Stream.TARGET)
         noise = draw_noise(address, split * count, count, schedule.noise_dtype, schedule.threefry)
         block = noise.first_block + jax.lax.iota(jnp.int32, count)
         plgpu.store(out.gumbels.at[index, block], noise.gumbels)
-
-
-def locate_tile(
-    arrays: VerifyArrays, request: RequestScalars, i: jax.Array, tile_index: jax.Array
-) -> RowTile:
-    """Returns tile `tile_index` of a request's target row i, which exists."""
-    cutoff, temperature = request.cutoff(arrays, i, i >= 0), request.temperature
-    row, scale = request.first_target_row + i, temperature.scale
-    logits = unpadded(arrays.target_logits, arrays)
-    return RowTile(logits, row, tile_index, scale, cutoff, temperature.greedy)

@@ -58,11 +58,8 @@ class _Reduced(NamedTuple):
     gumbels: Any
 
 
-class DrawOperands(NamedTuple):
-    """The call's arrays and its reduced rows."""
-
-    arrays: SampleArrays
-    reduced: _Reduced
+# The call's arrays and its reduced rows.
+DrawOperands = tuple[SampleArrays, _Reduced]
 
 
 class DrawnRow(NamedTuple):
@@ -89,7 +86,7 @@ def sample_rows(arrays: SampleArrays, options: CallOptions) -> Sample:
     noise_dtype, interpret = options.noise_dtype, options.implementation.interpret
     return launch(
         functools.partial(sample_draw_kernel, noise_dtype=noise_dtype, interpret=interpret),
-        DrawOperands(arrays, reduce_rows(arrays, options)),
+        (arrays, reduce_rows(arrays, options)),
         Sample(output((num_rows,), jnp.int32), output((num_rows,)), output((num_rows,))),
         num_programs=num_rows,
         num_warps=config.num_draw_warps,
@@ -144,8 +141,8 @@ def sample_reduce_kernel(
         scale = parse_temperature(arrays.temperature[b]).scale
         cutoff = _load_optional(arrays.cutoff, b)
         logits = unpadded(arrays.logits, arrays)
-        row_tile = RowTile(logits, b, tile_index, scale, cutoff, None)
-        store_partials(row_tile, out.partials, b, tile, interpret)
+        row_tile = RowTile(logits, b, tile_index, scale, cutoff, tile, interpret)
+        store_partials(row_tile, out.partials, b)
 
     if num_splits:
 

@@ -13,7 +13,6 @@ fewer rows are read for nothing. A tile with a logit above the drafted token's r
 request's token before the row is reduced.
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -30,7 +29,6 @@ from specjax.core.noise import Stream, uniform
 from specjax.core.subnormal import flush_subnormals, largest_equal
 from specjax.pallas.blocks import (
     Partials,
-    RowTile,
     load_tiles,
     partials_shape,
     reduce_tile,
@@ -38,17 +36,10 @@ from specjax.pallas.blocks import (
     store_partials,
     tile_argmax,
 )
-from specjax.pallas.launch import (
-    cond_or,
-    divmod_i32,
-    is_last_arrival,
-    launch,
-    output,
-    reduce_where,
-)
+from specjax.pallas.launch import cond_or, divmod_i32, is_last_arrival, output, reduce_where
 from specjax.pallas.load_request import (
     DraftedToken,
-    RequestScalars,
+    Request,
     Schedule,
     load_drafted,
     load_drafted_logit,
@@ -56,7 +47,6 @@ from specjax.pallas.load_request import (
     load_masked,
     load_request,
 )
-from specjax.pallas.reduce_rows import locate_tile
 
 __all__ = [
     "AcceptanceResult",
@@ -112,32 +102,27 @@ class AcceptanceResult(NamedTuple):
     drafted: DraftedToken | None
 
 
-def evaluate_acceptance(
-    arrays: VerifyArrays,
-    request: RequestScalars,
-    i: jax.Array,
-    partials: Partials,
-    schedule: Schedule,
-) -> AcceptanceResult:
+def evaluate_acceptance(request: Request, i: jax.Array, partials: Partials) -> AcceptanceResult:
     """Evaluates the acceptance tests of target rows `i`, i32[R], of a request.
 
     A drafted token x is accepted if `uniform < p(x) / q(x)`. A greedy request accepts the argmax.
     Synthetic acceptance accepts at given rates. Rows that are not reduced are invalid.
     """
+    arrays, schedule = request.arrays, request.schedule
     exists, has_draft = schedule.is_reduced(request, i), i < request.num_draft_tokens
     scale = request.temperature.scale
-    tiles = load_tiles(partials, request.b * schedule.rows_per_request + i, exists)
+    index = request.row_index(i)
+    tiles = load_tiles(partials, index, exists)
     if schedule.max_draft_tokens:
-        drafted = load_drafted(arrays, request, i, has_draft, schedule)
-        logit = load_drafted_logits(arrays, request, i, drafted.token_id, has_draft, schedule)
-        address = request.address(arrays, i, Stream.accept(i), schedule)
+        drafted = load_drafted(request, i, has_draft)
+        logit = load_drafted_logits(request, i, drafted.token_id, has_draft)
+        address = request.address(i, Stream.accept(i))
         u = uniform(address, jnp.zeros_like(i, jnp.uint32), schedule.noise_dtype, schedule.threefry)
     statistics = row_statistics(tiles, jnp.broadcast_to(scale, i.shape))
     normalizer = statistics.normalizer._replace(
         log_sum=jnp.where(statistics.valid, statistics.normalizer.log_sum, jnp.nan)
     )
     # If the request is not greedy, this loads uninitialized memory, which nothing uses.
-    index = request.b * schedule.rows_per_request + i
     best_tile = first_argmax(flush_subnormals(tiles.max))
     argmax = load_masked(partials.tile_argmax, (index, best_tile), exists).astype(jnp.int32)
     if schedule.max_draft_tokens == 0:
@@ -158,12 +143,7 @@ def evaluate_acceptance(
 
 
 # Evaluates rows i32[R] of a request, as `evaluate_acceptance`; one in `verify_accept_kernel`.
-Evaluate = Callable[[VerifyArrays, RequestScalars, jax.Array, Partials, Schedule], AcceptanceResult]
-
-
-class _Operands(NamedTuple):
-    arrays: VerifyArrays
-    counters: jax.Array
+Evaluate = Callable[[Request, jax.Array, Partials], AcceptanceResult]
 
 
 def accept_rows(
@@ -175,26 +155,24 @@ def accept_rows(
     # Without log-probabilities of greedy requests, a later launch also counts its programs.
     num_counters = schedule.rows_per_request + 1 + schedule.options.skips_greedy_sums
     zeros = jnp.zeros((schedule.num_requests, num_counters), jnp.uint32)
-    return launch(
-        functools.partial(verify_accept_kernel, schedule=schedule, evaluate=evaluate),
-        _Operands(arrays, zeros),
+    return schedule.launch(
+        verify_accept_kernel,
+        (arrays, zeros),
         VerifiedRows(
             partials_shape(num_rows, vocab_size, schedule.tile),
             output((num_rows,)),
             output((num_rows,)),
             output((num_rows,)),
             output((num_rows,), jnp.int32),
-            output(zeros.shape, jnp.uint32),
+            zeros,
         ),
         num_programs=num_rows * schedule.tile.num_tiles(vocab_size),
-        num_warps=schedule.tile.num_warps,
-        interpret=schedule.interpret,
-        in_place={"counters": zeros},
+        evaluate=evaluate,
     )
 
 
 def verify_accept_kernel(
-    operands: _Operands, out: VerifiedRows, *, schedule: Schedule, evaluate: Evaluate
+    operands: tuple[VerifyArrays, Any], out: VerifiedRows, *, schedule: Schedule, evaluate: Evaluate
 ) -> None:
     """Reduces a tile of a target row; the row's last program evaluates its drafted token.
 
@@ -213,9 +191,8 @@ def verify_accept_kernel(
     rejects a greedy request's token publishes before its row is reduced.
     References: Leviathan et al., 2023, arXiv:2211.17192; Chen et al., 2023, arXiv:2302.01318.
     """
-    arrays = operands.arrays
-    num_tiles = schedule.tile.num_tiles(arrays.target_logits.shape[1])
-    rows_per_request = schedule.rows_per_request
+    arrays = operands[0]
+    num_tiles, rows_per_request = schedule.num_tiles(arrays), schedule.rows_per_request
     index, tile_index = divmod_i32(pl.program_id(0), num_tiles)
     i, b = divmod_i32(index, schedule.num_requests)
     request = load_request(arrays, b, schedule)
@@ -235,9 +212,8 @@ def verify_accept_kernel(
 
     @pl.when(request.active & (i <= request.num_draft_tokens) & ~(stop < i))
     def _() -> None:
-        row_tile = locate_tile(arrays, request, i, tile_index)
-        _store_tile(arrays, request, i, row_tile, out.partials, schedule, publish_stop)
-        if schedule.options.skips_greedy_sums and is_decided_by_tiles(arrays, schedule):
+        _store_tile(request, i, tile_index, out.partials, publish_stop)
+        if schedule.options.skips_greedy_sums and is_decided_by_tiles(request):
             # The tiles of a greedy request have already decided.
             is_last = cond_or(~request.temperature.greedy, arrive, i < 0)
         else:
@@ -246,7 +222,7 @@ def verify_accept_kernel(
         @pl.when(is_last)
         def _() -> None:
             row = i + jax.lax.iota(jnp.int32, 1)
-            result = evaluate(arrays, request, row, out.partials, schedule)
+            result = evaluate(request, row, out.partials)
             at = b * rows_per_request + row
             plgpu.store(out.shift.at[at], result.normalizer.shift)
             plgpu.store(out.log_sum.at[at], result.normalizer.log_sum)
@@ -256,19 +232,17 @@ def verify_accept_kernel(
             pl.when(is_accepted == 0)(publish_stop)
 
 
-def is_decided_by_tiles(arrays: VerifyArrays, schedule: Schedule) -> bool:
+def is_decided_by_tiles(request: Request) -> bool:
     """Returns whether a greedy request's drafted tokens are compared with each tile's maximum."""
-    has_drafts = schedule.max_draft_tokens > 0
-    return arrays.conditional_rates is None and has_drafts and schedule.options.greedy_is_argmax
+    options, rates = request.schedule.options, request.arrays.conditional_rates
+    return rates is None and options.max_draft_tokens > 0 and options.greedy_is_argmax
 
 
 def _store_tile(
-    arrays: VerifyArrays,
-    request: RequestScalars,
+    request: Request,
     i: jax.Array,
-    row_tile: RowTile,
+    tile_index: jax.Array,
     partials: Partials,
-    schedule: Schedule,
     publish_stop: Callable[[], None],
 ) -> None:
     """Stores a tile's partials; its maximum may reject a greedy request's drafted token.
@@ -276,30 +250,29 @@ def _store_tile(
     Without log-probabilities the tiles alone decide: none may exceed the drafted token's logit, nor
     reach it at a lower id. A tile's argmax is then stored only if it may be the row's.
     """
-    at, greedy = request.b * schedule.rows_per_request + i, request.temperature.greedy
-    has_draft, by_tiles = i < request.num_draft_tokens, is_decided_by_tiles(arrays, schedule)
-    only_maxima = greedy if schedule.options.skips_greedy_sums else None
+    at, greedy = request.row_index(i), request.temperature.greedy
+    row_tile = request.row_tile(i, tile_index)
+    has_draft, by_tiles = i < request.num_draft_tokens, is_decided_by_tiles(request)
+    only_maxima = greedy if request.schedule.options.skips_greedy_sums else None
     if only_maxima is None or not by_tiles:
-        tile_max = store_partials(
-            row_tile, partials, at, schedule.tile, schedule.interpret, only_maxima
-        )
+        tile_max = store_partials(row_tile, partials, at, only_maxima)
         if by_tiles:
 
             @pl.when(greedy & has_draft)
             def reject_greedy() -> None:
-                _, logit = load_drafted_logit(arrays, request, i)
+                _, logit = load_drafted_logit(request, i)
                 pl.when(largest_equal(logit) < tile_max)(publish_stop)
 
         return
-    token_id, logit = load_drafted_logit(arrays, request, i)
-    blocks = reduce_tile(row_tile, schedule.tile, schedule.interpret, only_maxima)
-    tile_max = store_blocks(blocks, row_tile, partials, at, schedule.tile, schedule.interpret)
+    token_id, logit = load_drafted_logit(request, i)
+    blocks = reduce_tile(row_tile, only_maxima)
+    tile_max = store_blocks(blocks, row_tile, partials, at)
     largest, drafted = flush_subnormals(tile_max), flush_subnormals(logit)
 
     @pl.when(greedy & ~(largest < drafted))
     def decide_greedy() -> None:
-        argmax = tile_argmax(row_tile, blocks.max, schedule.tile)
-        partials.tile_argmax[at, row_tile.tile_index] = argmax
+        argmax = tile_argmax(row_tile, blocks.max)
+        partials.tile_argmax[at, tile_index] = argmax
         # Ties go to the lowest id. Masked tokens and tokens of +inf are not accepted.
         is_argmax = (largest == drafted) & (argmax >= token_id) & jnp.isfinite(drafted)
         pl.when(has_draft & ~is_argmax)(publish_stop)

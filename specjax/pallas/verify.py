@@ -24,7 +24,7 @@ from specjax.pallas.draft_statistics import add_draft_statistics
 from specjax.pallas.emit_tokens import emit_tokens
 from specjax.pallas.gumbel_max import SamplingRow
 from specjax.pallas.kernel_config import KernelConfig
-from specjax.pallas.load_request import RequestScalars, Schedule
+from specjax.pallas.load_request import Request, Schedule
 from specjax.pallas.next_token import AcceptedPrefix
 from specjax.pallas.reduce_rows import ReducedRows, reduce_rows
 from specjax.pallas.residual import load_draft_logprobs
@@ -88,27 +88,16 @@ def _flatten_drafts(arrays: VerifyArrays) -> VerifyArrays:
     return arrays._replace(**{k: x.reshape(-1) for k, x in token_arrays.items() if x is not None})
 
 
-def evaluate_by_rule(
-    arrays: VerifyArrays,
-    request: RequestScalars,
-    i: jax.Array,
-    partials: Partials,
-    schedule: Schedule,
-) -> AcceptanceResult:
+def evaluate_by_rule(request: Request, i: jax.Array, partials: Partials) -> AcceptanceResult:
     """Evaluates target row `i`, i32[1], of a request by the call's rule."""
-    result, rule = evaluate_acceptance(arrays, request, i, partials, schedule), _rule_of(schedule)
+    schedule = request.schedule
+    result, rule = evaluate_acceptance(request, i, partials), _rule_of(schedule)
     drafted = result.drafted
     assert drafted is not None
-    address = request.address(arrays, i, Stream.accept(i), schedule)
+    address = request.address(i, Stream.accept(i))
     u = uniform(address, jnp.zeros_like(i, jnp.uint32), schedule.noise_dtype, schedule.threefry)
     index = jnp.sum(i, dtype=i.dtype)
-    row = SamplingRow(
-        arrays.target_logits,
-        request.first_target_row + index,
-        request.temperature.scale,
-        request.cutoff(arrays, index, request.active),
-        LogNormalizer(*[jnp.sum(x) for x in result.normalizer]),
-    )
+    row = request.row(index, LogNormalizer(*[jnp.sum(x) for x in result.normalizer]))
     values = _row_values(row, result.logprobs, schedule, u.dtype)
     accepted = accepts(rule, result.logprobs, drafted.logprob, u, values)
     accepted &= (i < request.num_draft_tokens) & jnp.isfinite(result.normalizer.log_sum)
@@ -118,11 +107,7 @@ def evaluate_by_rule(
 
 
 def log_weights_by_rule(
-    arrays: VerifyArrays,
-    prefix: AcceptedPrefix,
-    token_id: jax.Array,
-    logprobs: jax.Array,
-    schedule: Schedule,
+    prefix: AcceptedPrefix, token_id: jax.Array, logprobs: jax.Array
 ) -> jax.Array:
     """Returns a rule's log-weights of the token in place of a rejected one.
 
@@ -133,12 +118,12 @@ def log_weights_by_rule(
       logprobs: f32, log p of them.
       schedule: of the launch.
     """
-    drafted = prefix.drafted
+    drafted, schedule = prefix.drafted, prefix.request.schedule
     assert drafted is not None
     is_drafted = token_id == drafted.token_id
     draft_logprobs = jnp.where(is_drafted, jnp.float32(0), -jnp.inf)
-    if arrays.draft_logits is not None:
-        sampled = load_draft_logprobs(arrays, drafted, token_id)
+    if prefix.request.arrays.draft_logits is not None:
+        sampled = load_draft_logprobs(prefix, token_id)
         draft_logprobs = jnp.where(drafted.one_hot, draft_logprobs, sampled)
     # An id below 0 is read past the row's end, where log p is -inf.
     drafted_id = jnp.where(drafted.token_id >= 0, drafted.token_id, jnp.int32(2**31 - 1))

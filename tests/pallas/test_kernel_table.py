@@ -14,25 +14,16 @@ def names_in(node):
 
 
 def launched_kernels():
-    """Names of the functions that reach the first argument of `launch`, by file."""
+    """Names of the kernels that functions with a launch name, by file."""
     for path in sorted(ROOT.glob("specjax/**/pallas/**/*.py")):
         for function in ast.walk(ast.parse(path.read_text())):
             if not isinstance(function, ast.FunctionDef):
                 continue
             calls = [each for each in ast.walk(function) if isinstance(each, ast.Call)]
-            launches = [each for each in calls if getattr(each.func, "id", "") == "launch"]
-            values = {
-                target.id: each.value
-                for each in ast.walk(function)
-                if isinstance(each, ast.Assign)
-                for target in each.targets
-                if isinstance(target, ast.Name)
-            }
-            for each in launches:
-                kernel = each.args[0]
-                kernel = values.get(getattr(kernel, "id", ""), kernel)
-                [name] = [name for name in names_in(kernel) if name.endswith("_kernel")]
-                yield path.name, name
+            callees = {getattr(each.func, "attr", getattr(each.func, "id", "")) for each in calls}
+            if "launch" in callees:
+                names = [name for name in names_in(function) if name.endswith("_kernel")]
+                yield from ((path.name, name) for name in names)
 
 
 def test_the_table_lists_the_kernels_that_are_launched():

@@ -607,19 +607,18 @@ def test_uninitialised_memory_is_no_logit(implementation, monkeypatch):
         pytest.skip("plain JAX has no memory that is not initialised")
     from specjax.pallas.cutoff import rows as cutoff
 
-    def launch(kernel, operands, outputs, *, in_place=None, **options):
+    def launch(kernel, operands, outputs, **options):
         if not hasattr(outputs, "buffer"):
             return launch_as_it_is(kernel, operands, outputs, **options)
-        parts = {"values": outputs.buffer.values, "sums": outputs.sums}
-        held = {name: jnp.full(part.shape, 3e38, jnp.float32) for name, part in parts.items()}
+        parts = (outputs.buffer.values, outputs.sums)
+        held = tuple(jnp.full(part.shape, 3e38, jnp.float32) for part in parts)
 
         def search(references, out):
             buffer = type(outputs.buffer)(out.sub_blocks, out.values)
             kernel(references[0], type(outputs)(out.cutoff, buffer, out.counters, out.sums))
 
-        left = _Held(outputs.cutoff, *outputs.buffer, outputs.counters, outputs.sums)
-        in_place = in_place | held
-        return launch_as_it_is(search, (operands, held), left, in_place=in_place, **options)
+        left = _Held(outputs.cutoff, outputs.buffer[0], held[0], outputs.counters, held[1])
+        return launch_as_it_is(search, (operands, held), left, **options)
 
     launch_as_it_is = cutoff.launch
     monkeypatch.setattr(cutoff, "launch", launch)

@@ -11,28 +11,20 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from specjax.call_arrays import VerifyArrays
 from specjax.core.gumbel_max import first_argmax
 from specjax.core.logsumexp import LogNormalizer, row_statistics
 from specjax.core.subnormal import flush_subnormals
 from specjax.pallas.blocks import Partials, load_tiles, store_partials
 from specjax.pallas.kernel_config import Tile
 from specjax.pallas.launch import cond_or
-from specjax.pallas.load_request import RequestScalars, Schedule
+from specjax.pallas.load_request import Request
 from specjax.pallas.next_token import AcceptedPrefix
-from specjax.pallas.reduce_rows import locate_tile
 
 __all__ = ["add_bonus_row", "reduce_bonus_row"]
 
 
 def reduce_bonus_row(
-    arrays: VerifyArrays,
-    request: RequestScalars,
-    partials: Partials,
-    first_tile: jax.Array,
-    num_programs: int,
-    tile: Tile,
-    schedule: Schedule,
+    request: Request, partials: Partials, first_tile: jax.Array, num_programs: int, tile: Tile
 ) -> None:
     """Reduces a program's share of a request's bonus row.
 
@@ -45,24 +37,24 @@ def reduce_bonus_row(
       tile: of target rows.
       schedule: of the launch.
     """
-    n, num_tiles = request.num_draft_tokens, tile.num_tiles(arrays.target_logits.shape[1])
-    index = request.b * schedule.rows_per_request + n
+    n, skips_sums = request.num_draft_tokens, request.schedule.options.skips_greedy_sums
+    num_tiles = tile.num_tiles(request.arrays.target_logits.shape[1])
     for skipped in range(0, num_tiles, num_programs):
         tile_index = first_tile + skipped
 
         @pl.when(tile_index < num_tiles)
         def _(tile_index: jax.Array = tile_index) -> None:
-            row_tile = locate_tile(arrays, request, n, tile_index)
-            only_maxima = row_tile.greedy if schedule.options.skips_greedy_sums else None
-            store_partials(row_tile, partials, index, tile, schedule.interpret, only_maxima)
+            row_tile = request.row_tile(n, tile_index, tile)
+            only_maxima = row_tile.greedy if skips_sums else None
+            store_partials(row_tile, partials, request.row_index(n), only_maxima)
 
 
-def add_bonus_row(prefix: AcceptedPrefix, partials: Partials, schedule: Schedule) -> AcceptedPrefix:
+def add_bonus_row(prefix: AcceptedPrefix, partials: Partials) -> AcceptedPrefix:
     """Returns an accepted prefix with the statistics of the bonus row, if that decides."""
     row, request = prefix.row, prefix.request
 
     def load_bonus() -> tuple[LogNormalizer, jax.Array]:
-        index = request.b * schedule.rows_per_request + prefix.num_accepted
+        index = request.row_index(prefix.num_accepted)
         tiles = load_tiles(partials, index, request.active)
         normalizer, is_valid = row_statistics(tiles, row.scale)
         log_sum = jnp.where(is_valid, normalizer.log_sum, jnp.nan)

@@ -16,7 +16,6 @@ References:
 import jax
 import jax.numpy as jnp
 
-from specjax.call_arrays import VerifyArrays
 from specjax.core.block_acceptance import OPEN, accept_by_bounds
 from specjax.core.gumbel_max import first_argmax
 from specjax.core.logsumexp import LogNormalizer, block_logprobs, exp_scaled
@@ -26,20 +25,13 @@ from specjax.pallas.block.judge import JudgedRequest, needs_residual
 from specjax.pallas.blocks import Partials, load_some_blocks
 from specjax.pallas.gumbel_max import num_padded_blocks
 from specjax.pallas.launch import cond_or, make_exp2, reduce_where
-from specjax.pallas.load_request import Schedule
 from specjax.pallas.next_token import AcceptedPrefix
 from specjax.pallas.residual import load_residual_terms
 
 __all__ = ["bound_open"]
 
 
-def bound_open(
-    arrays: VerifyArrays,
-    judged: JudgedRequest,
-    partials: Partials,
-    is_own: jax.Array,
-    schedule: Schedule,
-) -> JudgedRequest:
+def bound_open(judged: JudgedRequest, partials: Partials, is_own: jax.Array) -> JudgedRequest:
     """Returns a judged request with its open prefixes bounded, from the longest down.
 
     Prefixes shorter than an accepted one are not bounded: the longest accepted prefix counts.
@@ -51,7 +43,7 @@ def bound_open(
       is_own: bool[N], the prefixes that this program bounds.
       schedule: of the launch.
     """
-    i = jax.lax.iota(jnp.int32, judged.status.shape[0])
+    i, k = jax.lax.iota(jnp.int32, judged.status.shape[0]), judged.request.schedule.max_draft_tokens
 
     def next_open(status: jax.Array, below: jax.Array) -> jax.Array:
         is_open = is_own & needs_residual(status, i) & (status == OPEN) & (i < below)
@@ -59,40 +51,35 @@ def bound_open(
 
     def bound(state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         status, j = state
-        prefix, u = judged.prefix(arrays, j), reduce_where(judged.uniform, i == j)
+        prefix, u = judged.prefix(j), reduce_where(judged.uniform, i == j)
         # The bounds of a one-hot draft are Z itself: no block tightens them.
         assert prefix.drafted is not None
         bounded = cond_or(
             ~prefix.drafted.one_hot,
-            lambda: _bound(arrays, prefix, u, partials, schedule),
+            lambda: _bound(prefix, u, partials),
             reduce_where(status, i == j),
         )
         status = jnp.where(i == j, bounded, status)
         return status, next_open(status, j)
 
-    start = (judged.status, next_open(judged.status, jnp.int32(schedule.max_draft_tokens)))
+    start = (judged.status, next_open(judged.status, jnp.int32(k)))
     status, _ = jax.lax.while_loop(lambda state: state[1] >= 0, bound, start)
     return judged._replace(status=status)
 
 
-def _bound(
-    arrays: VerifyArrays,
-    prefix: AcceptedPrefix,
-    u: jax.Array,
-    partials: Partials,
-    schedule: Schedule,
-) -> jax.Array:
+def _bound(prefix: AcceptedPrefix, u: jax.Array, partials: Partials) -> jax.Array:
     """Returns the status i32 of an open prefix by the bounds from its row's heaviest blocks."""
     log_rho = prefix.log_rho
     assert log_rho is not None
-    masses, exp2 = _block_masses(arrays, prefix, partials, schedule), make_exp2(schedule.interpret)
+    masses = _block_masses(prefix, partials)
+    exp2 = make_exp2(prefix.request.schedule.interpret)
     best = first_argmax(masses)
     column = jax.lax.broadcasted_iota(jnp.int32, masses.shape, 1)
     unread = jnp.where(column == best[:, None], jnp.float32(0), masses)
     block = jax.lax.iota(jnp.int32, best.shape[0]) * masses.shape[1] + best
     shape = (best.shape[0], SAMPLING_BLOCK)
     token_id = jax.lax.broadcasted_iota(jnp.int32, shape, 1) + block[:, None] * SAMPLING_BLOCK
-    p, q = load_residual_terms(arrays, prefix, token_id, prefix.row.logprobs(token_id))
+    p, q = load_residual_terms(prefix, token_id, prefix.row.logprobs(token_id))
     residual, draft_mass = _total(residual_probs(p, q, exp2)), _total(exp_scaled(q, exp2=exp2))
     unread_mass, unread_draft_mass = exp_scaled(log_rho) * _total(unread), 1 - draft_mass
     least = residual + jnp.maximum(unread_mass - unread_draft_mass, 0)
@@ -104,16 +91,15 @@ def _total(x: jax.Array) -> jax.Array:
     return jnp.sum(jnp.sum(x, axis=-1))
 
 
-def _block_masses(
-    arrays: VerifyArrays, prefix: AcceptedPrefix, partials: Partials, schedule: Schedule
-) -> jax.Array:
+def _block_masses(prefix: AcceptedPrefix, partials: Partials) -> jax.Array:
     """Returns p of the blocks of a prefix's target row, f32[groups, N]."""
-    num_blocks = num_padded_blocks(arrays.target_logits.shape[1])
-    groups = min(schedule.config.num_bound_groups, num_blocks)
+    request, vocab_size = prefix.request, prefix.request.arrays.target_logits.shape[1]
+    num_blocks = num_padded_blocks(vocab_size)
+    groups = min(request.schedule.config.num_bound_groups, num_blocks)
     shape = (groups, num_blocks // groups)
     block = jax.lax.broadcasted_iota(jnp.int32, shape, 0) * shape[1]
     block += jax.lax.broadcasted_iota(jnp.int32, shape, 1)
-    index = prefix.request.b * schedule.rows_per_request + prefix.num_accepted
-    blocks = load_some_blocks(partials, index, block, arrays.target_logits.shape[1])
+    index = request.row_index(prefix.num_accepted)
+    blocks = load_some_blocks(partials, index, block, vocab_size)
     normalizer = LogNormalizer(*[x[None] for x in prefix.row.normalizer])
     return exp_scaled(block_logprobs(blocks, normalizer, prefix.row.scale[None]))

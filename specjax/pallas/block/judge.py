@@ -19,21 +19,14 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from specjax.call_arrays import VerifyArrays
 from specjax.core.acceptance import log_ratio
-from specjax.core.block_acceptance import (
-    ACCEPTED,
-    REJECTED,
-    accept_by_bounds,
-    cap_ratios,
-)
+from specjax.core.block_acceptance import ACCEPTED, REJECTED, accept_by_bounds, cap_ratios
 from specjax.core.logsumexp import LogNormalizer, exp_scaled
 from specjax.core.noise import Stream, uniform
 from specjax.pallas.blocks import Partials
-from specjax.pallas.gumbel_max import SamplingRow
 from specjax.pallas.kernel_config import next_power_of_2
 from specjax.pallas.launch import reduce_where
-from specjax.pallas.load_request import DraftedToken, RequestScalars, Schedule
+from specjax.pallas.load_request import DraftedToken, Request, Schedule
 from specjax.pallas.next_token import AcceptedPrefix
 from specjax.pallas.target_rows import AcceptanceResult, evaluate_acceptance
 
@@ -54,7 +47,7 @@ class JudgedRequest(NamedTuple):
       result: of target row i and of the drafted token at it.
     """
 
-    request: RequestScalars
+    request: Request
     is_block: jax.Array
     num_accepted: jax.Array
     log_rho: jax.Array
@@ -62,43 +55,28 @@ class JudgedRequest(NamedTuple):
     status: jax.Array
     result: AcceptanceResult
 
-    def prefix(self, arrays: VerifyArrays, n: jax.Array) -> AcceptedPrefix:
+    def prefix(self, n: jax.Array) -> AcceptedPrefix:
         """Returns the prefix of n tokens, and the row that decides the next token."""
-        i, request = _indices(self.status), self.request
         drafted = self.result.drafted
         assert drafted is not None
-        mask = i == n
+        mask = jax.lax.iota(jnp.int32, self.status.shape[0]) == n
         normalizer = LogNormalizer(*[reduce_where(x, mask) for x in self.result.normalizer])
-        valid = request.active & jnp.isfinite(normalizer.log_sum)
-        rejected = n < request.num_draft_tokens
-        row = SamplingRow(
-            arrays.target_logits,
-            request.first_target_row + n,
-            request.temperature.scale,
-            request.cutoff(arrays, n, request.active),
+        prefix = AcceptedPrefix.from_row(
+            self.request,
+            n,
             normalizer,
-        )
-        return AcceptedPrefix(
-            request=request,
-            num_accepted=n,
-            row=row,
-            valid=valid,
-            rejected=rejected,
             drafted=drafted.select(mask),
-            from_residual=rejected & valid & self.is_block,
             argmax=reduce_where(self.result.argmax, mask),
             logprobs=self.result.logprobs,
-            # Token by token, rho is 1.
-            log_rho=jnp.where(self.is_block, reduce_where(self.log_rho, mask), jnp.float32(0)),
         )
+        return prefix.times_rho(self.is_block, reduce_where(self.log_rho, mask))
 
 
-def judge_request(
-    arrays: VerifyArrays, request: RequestScalars, partials: Partials, schedule: Schedule
-) -> JudgedRequest:
+def judge_request(request: Request, partials: Partials) -> JudgedRequest:
     """Returns a request judged by the partials of its target rows."""
+    schedule = request.schedule
     i = jax.lax.iota(jnp.int32, next_power_of_2(schedule.rows_per_request))
-    result = evaluate_acceptance(arrays, request, i, partials, schedule)
+    result = evaluate_acceptance(request, i, partials)
     drafted = result.drafted
     assert drafted is not None
     has_draft = i < request.num_draft_tokens
@@ -110,7 +88,7 @@ def judge_request(
     length = jnp.min(jnp.where(has_draft & is_distribution, end, i))
     log_rho = _log_rhos(log_ratio(result.logprobs, drafted.logprob), i, schedule)
     # The uniform of a prefix is its last token's.
-    at = request.address(arrays, i - 1, Stream.accept(i - 1), schedule)
+    at = request.address(i - 1, Stream.accept(i - 1))
     u = uniform(at, jnp.zeros_like(i, jnp.uint32), schedule.noise_dtype, schedule.threefry)
     is_below_rho = (i == 0) | (jnp.log(u) < log_rho.astype(u.dtype))
     # The longest prefix needs no residual: it is accepted if u < rho.
@@ -151,7 +129,3 @@ def needs_residual(status: jax.Array, i: jax.Array) -> jax.Array:
     """Returns which prefixes' residuals are read, bool[N]: the longest accepted and open ones."""
     longest = jnp.max(jnp.where(status == ACCEPTED, i, jnp.int32(0)))
     return (status != REJECTED) & (i >= longest)
-
-
-def _indices(values: jax.Array) -> jax.Array:
-    return jax.lax.iota(jnp.int32, values.shape[0])

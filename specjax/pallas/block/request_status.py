@@ -6,14 +6,12 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import triton as plgpu
 
-from specjax.call_arrays import VerifyArrays
 from specjax.core.block_acceptance import REJECTED
 from specjax.core.logsumexp import LogNormalizer
 from specjax.pallas.block.judge import JudgedRequest
-from specjax.pallas.gumbel_max import SamplingRow
 from specjax.pallas.kernel_config import next_power_of_2
 from specjax.pallas.launch import output
-from specjax.pallas.load_request import RequestScalars, Schedule, load_drafted, load_masked
+from specjax.pallas.load_request import Request, Schedule, load_drafted, load_masked
 from specjax.pallas.next_token import AcceptedPrefix
 
 __all__ = ["JudgedArrays", "judged_shape", "load_prefix", "load_status", "store_judged"]
@@ -91,38 +89,16 @@ def load_status(judged: JudgedArrays, b: jax.Array, i: jax.Array) -> jax.Array:
     return plgpu.load(judged.status.at[b, i], mask=inside, other=jnp.int32(REJECTED))
 
 
-def load_prefix(
-    arrays: VerifyArrays,
-    judged: JudgedArrays,
-    request: RequestScalars,
-    n: jax.Array,
-    schedule: Schedule,
-) -> AcceptedPrefix:
+def load_prefix(judged: JudgedArrays, request: Request, n: jax.Array) -> AcceptedPrefix:
     """Returns the prefix of n tokens, and the row that decides the next token."""
-    b, k = request.b, schedule.max_draft_tokens
-    i = jax.lax.iota(jnp.int32, next_power_of_2(schedule.rows_per_request))
-    normalizer = LogNormalizer(judged.shift[b, n], judged.log_sum[b, n])
-    valid = request.active & jnp.isfinite(normalizer.log_sum)
-    rejected = n < request.num_draft_tokens
-    is_block = judged.is_block[b] > 0
-    row = SamplingRow(
-        arrays.target_logits,
-        request.first_target_row + n,
-        request.temperature.scale,
-        request.cutoff(arrays, n, request.active),
-        normalizer,
-    )
-    # Token by token, rho is 1.
-    log_rho = judged.log_rho[b, jnp.minimum(n, k - 1)]
-    return AcceptedPrefix(
-        request=request,
-        num_accepted=n,
-        row=row,
-        valid=valid,
-        rejected=rejected,
-        drafted=load_drafted(arrays, request, n, rejected, schedule),
-        from_residual=rejected & valid & is_block,
+    b, k = request.b, request.schedule.max_draft_tokens
+    i = jax.lax.iota(jnp.int32, next_power_of_2(k + 1))
+    prefix = AcceptedPrefix.from_row(
+        request,
+        n,
+        LogNormalizer(judged.shift[b, n], judged.log_sum[b, n]),
+        drafted=load_drafted(request, n, n < request.num_draft_tokens),
         argmax=judged.argmax[b, n],
         logprobs=load_masked(judged.logprobs, (b, i), i < n),
-        log_rho=jnp.where(is_block, log_rho, jnp.float32(0)),
     )
+    return prefix.times_rho(judged.is_block[b] > 0, judged.log_rho[b, jnp.minimum(n, k - 1)])

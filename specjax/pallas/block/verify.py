@@ -14,7 +14,6 @@ References:
   Sun et al., 2024, arXiv:2403.10444.
 """
 
-import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -36,29 +35,18 @@ from specjax.pallas.block.request_status import (
     load_status,
     store_judged,
 )
-from specjax.pallas.blocks import Partials, load_padded, load_some_blocks, partials_shape
-from specjax.pallas.emit_tokens import DrawOperands, draw_next
+from specjax.pallas.blocks import Partials, load_padded, load_some_blocks
+from specjax.pallas.emit_tokens import draw_next
 from specjax.pallas.gumbel_max import block_token_ids
 from specjax.pallas.kernel_config import Tile, next_power_of_2
-from specjax.pallas.launch import (
-    cond_or,
-    divmod_i32,
-    launch,
-    launch_dependents,
-    output,
-    reduce_where,
-)
+from specjax.pallas.launch import cond_or, divmod_i32, launch_dependents, output, reduce_where
 from specjax.pallas.load_request import Schedule, load_request
 from specjax.pallas.next_token import AcceptedPrefix
 from specjax.pallas.reduce_rows import reduce_rows
 from specjax.pallas.residual import reduce_masses
 from specjax.types import Verification
 
-__all__ = [
-    "block_judge_kernel",
-    "block_residual_kernel",
-    "verify_block",
-]
+__all__ = ["block_judge_kernel", "block_residual_kernel", "verify_block"]
 
 
 class _BlockRows(NamedTuple):
@@ -67,17 +55,6 @@ class _BlockRows(NamedTuple):
     partials: Partials
     judged: JudgedArrays
     log_masses: Any
-
-
-class _Operands(NamedTuple):
-    arrays: VerifyArrays
-    partials: Partials
-
-
-class _JudgedOperands(NamedTuple):
-    arrays: VerifyArrays
-    partials: Partials
-    judged: JudgedArrays
 
 
 class _Residuals(NamedTuple):
@@ -105,40 +82,39 @@ def verify_block(arrays: VerifyArrays, schedule: Schedule, residual_tile: Tile) 
     partials = reduce_rows(arrays, schedule).partials
     triggers = schedule.is_small and schedule.options.implementation.device_facts().supports_pdl
     num_programs = schedule.config.judge_programs(size, k)
-    judged = launch(
-        functools.partial(
-            block_judge_kernel, schedule=schedule, num_programs=num_programs, triggers=triggers
-        ),
-        _Operands(arrays, partials),
+    judged = schedule.launch(
+        block_judge_kernel,
+        (arrays, partials),
         judged_shape(schedule),
         num_programs=size * num_programs,
         num_warps=schedule.config.judge_warps(size),
-        interpret=schedule.interpret,
+        programs_per_request=num_programs,
+        triggers=triggers,
     )
     row_tile, schedule = schedule.tile, schedule._replace(tile=residual_tile)
-    num_tiles, num_rows = residual_tile.num_tiles(vocab_size), size * schedule.rows_per_request
-    in_place = {} if schedule.is_small else {"partials": partials}
-    residuals = launch(
-        functools.partial(
-            block_residual_kernel, schedule=schedule, row_tile=row_tile, triggers=triggers
-        ),
-        _JudgedOperands(arrays, partials, judged),
+    num_tiles = residual_tile.num_tiles(vocab_size)
+    log_masses, with_bonus_rows = schedule.launch(
+        block_residual_kernel,
+        (arrays, partials, judged),
         _Residuals(
             output((size * k, num_tiles * residual_tile.num_blocks)),
-            partials_shape(num_rows, vocab_size, row_tile) if in_place else None,
+            None if schedule.is_small else partials,
         ),
         num_programs=(size * k if schedule.is_small else size) * num_tiles,
-        num_warps=residual_tile.num_warps,
-        interpret=schedule.interpret,
-        in_place=in_place,
+        row_tile=row_tile,
+        triggers=triggers,
     )
-    partials = residuals.partials if in_place else partials
-    verified = _BlockRows(partials, judged, residuals.log_masses)
-    return draw_next(DrawOperands(arrays, verified, residuals.log_masses), schedule, _load_accepted)
+    verified = _BlockRows(with_bonus_rows or partials, judged, log_masses)
+    return draw_next((arrays, verified, log_masses), schedule, _load_accepted)
 
 
 def block_judge_kernel(
-    operands: _Operands, out: JudgedArrays, *, schedule: Schedule, num_programs: int, triggers: bool
+    operands: tuple[VerifyArrays, Partials],
+    out: JudgedArrays,
+    *,
+    schedule: Schedule,
+    programs_per_request: int,
+    triggers: bool,
 ) -> None:
     """Writes rho_j = min(1, rho_{j-1} p(x_j) / q(x_j)), and which prefixes u_j < h_j accepts.
 
@@ -160,17 +136,17 @@ def block_judge_kernel(
     (arrays, partials), program = operands, pl.program_id(0)
     if triggers and not schedule.interpret:
         program = launch_dependents(program)
-    b, share = divmod_i32(program, num_programs)
-    judged = judge_request(arrays, load_request(arrays, b, schedule), partials, schedule)
+    b, share = divmod_i32(program, programs_per_request)
+    judged = judge_request(load_request(arrays, b, schedule), partials)
     i = jax.lax.iota(jnp.int32, judged.status.shape[0])
-    is_own = divmod_i32(i, num_programs)[1] == share
+    is_own = divmod_i32(i, programs_per_request)[1] == share
     if not schedule.is_small:
-        judged = bound_open(arrays, judged, partials, is_own, schedule)
+        judged = bound_open(judged, partials, is_own)
     store_judged(judged, out, is_own)
 
 
 def block_residual_kernel(
-    operands: _JudgedOperands,
+    operands: tuple[VerifyArrays, Partials, JudgedArrays],
     out: _Residuals,
     *,
     schedule: Schedule,
@@ -193,7 +169,7 @@ def block_residual_kernel(
     Reference: Sun et al., 2024, arXiv:2403.10444.
     """
     (arrays, partials, judged), k = operands, schedule.max_draft_tokens
-    num_tiles = schedule.tile.num_tiles(arrays.target_logits.shape[1])
+    num_tiles = schedule.num_tiles(arrays)
     program = pl.program_id(0)
     if triggers and not schedule.interpret:
         program = launch_dependents(program)
@@ -204,10 +180,10 @@ def block_residual_kernel(
     reads = needs_residual(load_status(judged, b, i), i)
 
     def prefix_of(j: jax.Array) -> AcceptedPrefix:
-        return load_prefix(arrays, judged, load_request(arrays, b, schedule), j, schedule)
+        return load_prefix(judged, load_request(arrays, b, schedule), j)
 
     def store_masses(prefix: AcceptedPrefix) -> None:
-        _store_masses(arrays, prefix, partials, tile_index, out.log_masses, schedule)
+        _store_masses(prefix, partials, tile_index, out.log_masses)
 
     if schedule.is_small:
         # Loaded early, so that the load does not wait for `is_needed`.
@@ -231,30 +207,25 @@ def block_residual_kernel(
 
     @pl.when(request.active & (judged.num_accepted[b] == request.num_draft_tokens))
     def _() -> None:
-        reduce_bonus_row(arrays, request, bonus_partials, tile_index, num_tiles, row_tile, schedule)
+        reduce_bonus_row(request, bonus_partials, tile_index, num_tiles, row_tile)
 
 
 def _store_masses(
-    arrays: VerifyArrays,
-    prefix: AcceptedPrefix,
-    partials: Partials,
-    tile_index: jax.Array,
-    out: Any,
-    schedule: Schedule,
+    prefix: AcceptedPrefix, partials: Partials, tile_index: jax.Array, out: Any
 ) -> None:
     """Stores the log-masses of the blocks of a tile of a prefix's residual."""
     drafted, log_rho = prefix.drafted, prefix.log_rho
     assert drafted is not None
     assert log_rho is not None
-    b, n = prefix.request.b, prefix.num_accepted
-    num_blocks = schedule.tile.num_blocks
+    request, n = prefix.request, prefix.num_accepted
+    num_blocks = request.schedule.tile.num_blocks
     block = tile_index * num_blocks + jax.lax.iota(jnp.int32, num_blocks)
     # Read outside of a branch: a second path through it would take twice the registers.
-    sampled_log_masses = jnp.log(reduce_masses(arrays, prefix, tile_index, schedule))
+    sampled_log_masses = jnp.log(reduce_masses(prefix, tile_index))
 
     def exclude_draft() -> jax.Array:
-        index = b * schedule.rows_per_request + n
-        blocks = load_some_blocks(partials, index, block, arrays.target_logits.shape[1])
+        vocab_size = request.arrays.target_logits.shape[1]
+        blocks = load_some_blocks(partials, request.row_index(n), block, vocab_size)
         masses = exp_scaled(block_logprobs(blocks, prefix.row.normalizer, prefix.row.scale))
         drafted_block, _ = divmod_i32(jnp.maximum(drafted.token_id, 0), SAMPLING_BLOCK)
         token_id = block_token_ids(drafted_block)
@@ -264,7 +235,7 @@ def _store_masses(
 
     # With a one-hot draft, or a draft row that is not a distribution: rho p without the token.
     log_masses = jax.lax.cond(drafted.one_hot, exclude_draft, lambda: sampled_log_masses)
-    plgpu.store(out.at[b * schedule.max_draft_tokens + n, block], log_masses)
+    plgpu.store(out.at[request.b * request.schedule.max_draft_tokens + n, block], log_masses)
 
 
 def _load_accepted(
@@ -275,8 +246,8 @@ def _load_accepted(
     num_accepted = cond_or(
         num_accepted < 0, lambda: _find_longest(judged, rows.log_masses, b, schedule), num_accepted
     )
-    prefix = load_prefix(arrays, judged, load_request(arrays, b, schedule), num_accepted, schedule)
-    return prefix if schedule.is_small else add_bonus_row(prefix, rows.partials, schedule)
+    prefix = load_prefix(judged, load_request(arrays, b, schedule), num_accepted)
+    return prefix if schedule.is_small else add_bonus_row(prefix, rows.partials)
 
 
 def _find_longest(

@@ -131,15 +131,14 @@ def cutoff_rows(
     # If more than a quarter of a row's logits are candidates, the row itself is searched.
     values = output((num_rows, min(-(-vocab_size // 4), config.num_buffered_logits)))
     buffer = CandidateBuffer(output(reduced.sub_blocks.max.shape, jnp.int32), values)
-    counters, sums = counters_shape(num_rows), sums_shape(num_rows, config)
+    sums = sums_shape(num_rows, config)
     return launch(
         functools.partial(cutoff_search_kernel, config=config, interpret=interpret),
         _SearchOperands(rows, reduced.sub_blocks, reduced.counters),
-        _SearchOutputs(output((num_rows,)), buffer, counters, sums),
+        _SearchOutputs(output((num_rows,)), buffer, reduced.counters, sums),
         num_programs=num_rows * config.search_programs(num_rows),
         num_warps=config.num_search_warps,
         interpret=interpret,
-        in_place={"counters": reduced.counters},
     ).cutoff
 
 

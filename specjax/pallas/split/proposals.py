@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import triton as plgpu
 
-from specjax.call_arrays import VerifyArrays
 from specjax.core.gumbel_max import token_logprobs
 from specjax.core.logsumexp import exp_scaled
 from specjax.core.noise import SAMPLING_BLOCK
@@ -57,14 +56,7 @@ def proposal_shape(schedule: Schedule) -> Any:
     return output((schedule.num_requests, _NUM_SCALARS + 2 * schedule.rows_per_request), jnp.int32)
 
 
-def store_proposal(
-    arrays: VerifyArrays,
-    rows: Any,
-    prefix: AcceptedPrefix,
-    log_masses: Any,
-    out: Any,
-    schedule: Schedule,
-) -> None:
+def store_proposal(rows: Any, prefix: AcceptedPrefix, log_masses: Any, out: Any) -> None:
     """Stores this device's proposal for a request.
 
     Args:
@@ -75,24 +67,25 @@ def store_proposal(
       out: reference of `proposal_shape`.
       schedule: of the launch.
     """
-    b, valid, greedy = prefix.request.b, prefix.valid, prefix.request.temperature.greedy
-    nothing, is_random = jnp.float32(-jnp.inf), valid & ~greedy
+    b, arrays, schedule = prefix.request.b, prefix.request.arrays, prefix.request.schedule
+    is_random = prefix.valid & ~prefix.request.temperature.greedy
+    nothing = jnp.float32(-jnp.inf)
     none = Draw(jnp.int32(0), nothing, nothing)
     candidate = cond_or(
         is_random,
-        lambda: _propose(arrays, rows, prefix, log_masses, schedule),
+        lambda: _propose(rows, prefix, log_masses),
         _Candidate(none, jnp.float32(0), none),
     )
     score = jnp.where(is_random, candidate.draw.score, jnp.float32(0))
     # Without a draw the token is the same on every device, or only the device that has it scores.
     is_decided = ~is_random
     if arrays.bonus_token_ids is not None:
-        is_given = has_given_bonus(arrays, prefix, schedule)
+        is_given = has_given_bonus(prefix)
         column = arrays.bonus_token_ids[b] - arrays.first_token[0]
         is_here = (column >= 0) & (column < arrays.target_logits.shape[1])
         score = jnp.where(is_given, jnp.where(is_here, jnp.float32(0), nothing), score)
         is_decided |= is_given
-    result = verification_of(arrays, prefix, lambda: candidate.draw, schedule)
+    result = verification_of(prefix, lambda: candidate.draw)
     fallback = candidate.fallback
     scalars = {
         _ACCEPTED: result.num_accepted,
@@ -118,22 +111,17 @@ def _as_i32(value: jax.Array) -> jax.Array:
     return jax.lax.bitcast_convert_type(value, jnp.int32)
 
 
-def _propose(
-    arrays: VerifyArrays,
-    rows: Any,
-    prefix: AcceptedPrefix,
-    residual_log_masses: Any,
-    schedule: Schedule,
-) -> _Candidate:
+def _propose(rows: Any, prefix: AcceptedPrefix, residual_log_masses: Any) -> _Candidate:
     """Draws from this device's share of the residual, or of the row without a one-hot draft."""
-    address, width = next_address(arrays, prefix, schedule), arrays.target_logits.shape[1]
+    arrays, schedule = prefix.request.arrays, prefix.request.schedule
+    address, width = next_address(prefix), arrays.target_logits.shape[1]
     first_block, _ = divmod_i32(arrays.first_token[0], SAMPLING_BLOCK)
     num_blocks, dtype, drafted = num_padded_blocks(width), schedule.noise_dtype, prefix.drafted
     noise = draw_noise(address, first_block, num_blocks, dtype, schedule.threefry)
     is_excluded = prefix.rejected & ~prefix.from_residual
 
     def load_row() -> jax.Array:
-        return row_block_logprobs(arrays, rows, prefix, schedule)
+        return row_block_logprobs(rows, prefix)
 
     def load_rest() -> jax.Array:
         if drafted is None:
@@ -154,7 +142,7 @@ def _propose(
             return exclude(token_id, logprobs)
         return jax.lax.cond(
             prefix.from_residual,
-            lambda: residual_logprobs(*load_residual_terms(arrays, prefix, token_id, logprobs)),
+            lambda: residual_logprobs(*load_residual_terms(prefix, token_id, logprobs)),
             lambda: exclude(token_id, logprobs),
         )
 

@@ -81,7 +81,7 @@ def sample_split(arrays: SampleArrays, options: CallOptions) -> Sample:
             noise_dtype=options.noise_dtype,
             interpret=options.implementation.interpret,
         ),
-        DrawOperands(own, reduce_rows(own, options)),
+        (own, reduce_rows(own, options)),
         _Proposals(output((num_rows, len((_MAX, _SUM, _TOKEN, _LOGIT, _SCORE))))),
         num_programs=num_rows,
         num_warps=options.implementation.config(KernelConfig).num_draw_warps,
@@ -112,7 +112,7 @@ def split_sample_kernel(
     def take_argmax() -> Draw:
         block = first_argmax(flush_subnormals(drawn.blocks.max))
         token = block_argmax(row.logits, row.row_index, row.cutoff, block)
-        token += operands.arrays.first_token[0]
+        token += operands[0].first_token[0]
         return Draw(token, normalizer.shift, normalizer.shift)
 
     def draw_random() -> Draw:

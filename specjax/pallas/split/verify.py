@@ -9,20 +9,17 @@ The device that has the block draws the token within it. So no masses are exchan
 the token of its best block, and that block's score.
 """
 
-import functools
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from specjax.call_arrays import VerifyArrays
 from specjax.devices.placement import pvary_like
-from specjax.pallas.emit_tokens import DrawOperands
 from specjax.pallas.kernel_config import Tile
-from specjax.pallas.launch import cond_or, divmod_i32, is_last_arrival, launch, output
+from specjax.pallas.launch import cond_or, divmod_i32, is_last_arrival, output
 from specjax.pallas.load_request import Schedule
-from specjax.pallas.next_token import AcceptedPrefix, load_accepted_prefix
+from specjax.pallas.next_token import load_accepted_prefix
 from specjax.pallas.reduce_rows import ReducedRows, reduce_rows
 from specjax.pallas.residual import store_log_masses
 from specjax.pallas.split.proposals import choose, proposal_shape, store_proposal
@@ -68,18 +65,15 @@ def _draw(arrays: VerifyArrays, rows: ReducedRows, schedule: Schedule) -> jax.Ar
     num_requests, num_tiles = schedule.num_requests, _num_tiles(arrays, schedule)
     has_residual = arrays.draft_logits is not None
     num_blocks = num_tiles * schedule.tile.num_blocks
-    return launch(
-        functools.partial(split_draw_kernel, schedule=schedule),
-        DrawOperands(arrays, rows),
+    return schedule.launch(
+        split_draw_kernel,
+        (arrays, rows),
         _Proposed(
             proposal_shape(schedule),
             output((num_requests, num_blocks)) if has_residual else None,
-            output(rows.counters.shape, jnp.uint32),
+            rows.counters,
         ),
         num_programs=num_requests * num_tiles,
-        num_warps=schedule.tile.num_warps,
-        interpret=schedule.interpret,
-        in_place={"counters": rows.counters},
     ).proposals
 
 
@@ -87,10 +81,12 @@ def _num_tiles(arrays: VerifyArrays, schedule: Schedule) -> int:
     """Returns the number of programs per request: one if no draft has logits."""
     if arrays.draft_logits is None:
         return 1
-    return schedule.tile.num_tiles(arrays.target_logits.shape[1])
+    return schedule.num_tiles(arrays)
 
 
-def split_draw_kernel(operands: DrawOperands, out: _Proposed, *, schedule: Schedule) -> None:
+def split_draw_kernel(
+    operands: tuple[VerifyArrays, ReducedRows], out: _Proposed, *, schedule: Schedule
+) -> None:
     """Reduces a tile of a residual; a request's last program draws, and proposes the token.
 
     Formula: that of `residual_mass_kernel`, then that of `verify_draw_kernel`, over this device's
@@ -109,26 +105,20 @@ def split_draw_kernel(operands: DrawOperands, out: _Proposed, *, schedule: Sched
     References: Leviathan et al., 2023, arXiv:2211.17192; Chen et al., 2023, arXiv:2302.01318;
     Maddison et al., 2014, arXiv:1411.0030: Gumbel-max.
     """
-    arrays, num_tiles = operands.arrays, _num_tiles(operands.arrays, schedule)
+    arrays, rows = operands
+    num_tiles = _num_tiles(arrays, schedule)
     b, tile_index = divmod_i32(pl.program_id(0), num_tiles)
-    prefix = _load_prefix(arrays, operands.rows, b, schedule)
+    partials = with_shared_tiles(rows.partials, arrays.shared, arrays)
+    prefix = load_accepted_prefix(arrays, rows._replace(partials=partials), b, schedule)
     is_last = tile_index == 0
     if out.log_masses is not None:
 
         def reduce_and_arrive() -> jax.Array:
-            store_log_masses(arrays, prefix, tile_index, out.log_masses, b, schedule)
+            store_log_masses(prefix, tile_index, out.log_masses)
             return is_last_arrival(out.counters, (b,), num_tiles, schedule.interpret)
 
         is_last = cond_or(prefix.from_residual, reduce_and_arrive, is_last)
 
     @pl.when(is_last)
     def _() -> None:
-        store_proposal(arrays, operands.rows, prefix, out.log_masses, out.proposals, schedule)
-
-
-def _load_prefix(
-    arrays: VerifyArrays, rows: ReducedRows, b: jax.Array, schedule: Schedule
-) -> AcceptedPrefix:
-    """Returns the accepted prefix of request b, from the tiles of all devices."""
-    partials = with_shared_tiles(rows.partials, arrays.shared, arrays)
-    return load_accepted_prefix(arrays, rows._replace(partials=partials), b, schedule)
+        store_proposal(rows, prefix, out.log_masses, out.proposals)

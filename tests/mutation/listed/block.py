@@ -161,7 +161,7 @@ MUTATIONS = (
     ),
     Mutation(
         "specjax.pallas.block.verify.block_judge_kernel",
-        "divmod_i32(i, num_programs)[1] == share",
+        "divmod_i32(i, programs_per_request)[1] == share",
         "i == share",
         block_verification(_KERNELS),
         "programs that judge a request leave its other prefixes unwritten",

@@ -42,8 +42,8 @@ MUTATIONS = (
     ),
     Mutation(
         "specjax.pallas.coupled._draw_row.draw",
-        "arrays, i, Stream.TARGET",
-        "arrays, 0 * i, Stream.TARGET",
+        "request.address(i, Stream.TARGET",
+        "request.address(0 * i, Stream.TARGET",
         coupled_sampling(f"{_TOKENS}[interpret]"),
         "every row of a request draws with the noise of the first",
     ),
@@ -69,9 +69,9 @@ MUTATIONS = (
         "tokens past those that were drafted are accepted where the target draws them",
     ),
     Mutation(
-        "specjax.pallas.coupled._drawn_prefix",
-        "rejected=n < request.num_draft_tokens",
-        "rejected=n < 0",
+        "specjax.pallas.next_token.AcceptedPrefix.from_row",
+        "rejected=num_accepted < request.num_draft_tokens",
+        "rejected=num_accepted < 0",
         coupled_sampling(f"{_RAGGED}[interpret]"),
         "in a small batch a bonus handed in replaces a draw that no draft agreed with",
     ),

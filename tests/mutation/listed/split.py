@@ -279,7 +279,7 @@ MUTATIONS = (
     ),
     Mutation(
         f"{_PALLAS}split.proposals._propose.weigh",
-        "residual_logprobs(*load_residual_terms(arrays, prefix, token_id, logprobs))",
+        "residual_logprobs(*load_residual_terms(prefix, token_id, logprobs))",
         "exclude(token_id, logprobs)",
         split_kernels(f"{_KERNELS}[sampled]"),
         "the token of a residual's block is drawn by its probabilities in the target's row",

@@ -97,14 +97,13 @@ def _fused_attention(
         operands,
         FusedOutputs(
             _partials_shape(operands, num_partials, tiling.num_rows),
-            output(keys.shape, keys.dtype),
-            output(values.shape, values.dtype),
+            keys,
+            values,
         ),
         num_programs=num_request_kv_heads * num_partials,
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,
         interpret=interpret,
-        in_place={"keys": keys, "values": values},
     )
     return results.partials, None, (results.keys, results.values)
 
@@ -129,15 +128,14 @@ def _attention(
         operands,
         PreparedQKV(
             output((batch, num_tokens, num_query_heads, head_dim), keys.dtype),
-            output(keys.shape, keys.dtype),
-            output(values.shape, values.dtype),
+            keys,
+            values,
             output((batch, num_kv_heads, num_tokens), jnp.int32),
             output((num_request_kv_heads,), jnp.uint32),
         ),
         num_programs=batch * (num_query_heads + 2 * num_kv_heads),
         num_warps=4,
         interpret=interpret,
-        in_place={"keys": keys, "values": values},
     )
     results = launch(
         functools.partial(attention_kernel, spec=spec, tiling=tiling, interpret=interpret),
@@ -151,14 +149,13 @@ def _attention(
         AttentionOutputs(
             _partials_shape(operands, tiling.num_splits, tiling.num_rows),
             y_shape if tiling.combines_in_attention else None,
-            output(keys.shape, keys.dtype),
-            output((num_request_kv_heads,), jnp.uint32),
+            prepared.keys,
+            prepared.counters,
         ),
         num_programs=num_request_kv_heads * tiling.num_splits,
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,
         interpret=interpret,
-        in_place={"keys": prepared.keys, "counters": prepared.counters},
     )
     return results.partials, results.y, (results.keys, prepared.values)
 
