@@ -27,6 +27,7 @@ from specjax.core.temperature import parse_temperature
 from specjax.core.truncation import (
     BOUND_SLACK,
     Filters,
+    RowBounds,
     mass_above,
     mass_bound,
     min_p_threshold,
@@ -35,7 +36,7 @@ from specjax.core.truncation import (
     top_p_active,
 )
 from specjax.pallas.blocks import load_padded, load_raw_logits
-from specjax.pallas.kernel_config import Tile
+from specjax.pallas.kernel_config import KernelConfig, Tile
 from specjax.pallas.launch import cond_or, make_exp2, output
 
 __all__ = [
@@ -65,9 +66,13 @@ class CutoffRows(NamedTuple):
 
 
 class RowSummary(NamedTuple):
-    """Statistics of a row before its cutoff is searched; scalars except `sub_blocks`.
+    """A row before its cutoff is searched, and its statistics; scalars except `sub_blocks`.
 
     Attributes:
+      rows: all rows.
+      b: i32, its index.
+      config: sizes of the kernel.
+      interpret: whether the kernel runs in Pallas' interpreter.
       filters: those of the row.
       scale: f32, one over the temperature, 1 where greedy.
       anchor: f32, the largest logit.
@@ -78,6 +83,10 @@ class RowSummary(NamedTuple):
       sub_blocks: f32[N], partials of the row's sub-blocks.
     """
 
+    rows: CutoffRows
+    b: jax.Array
+    config: KernelConfig
+    interpret: bool
     filters: Filters
     scale: jax.Array
     anchor: jax.Array
@@ -86,6 +95,10 @@ class RowSummary(NamedTuple):
     cuts_k: jax.Array | None
     cuts_p: jax.Array | None
     sub_blocks: MaxSum
+
+    def bounds(self, low: jax.Array) -> RowBounds:
+        """Returns the bounds of a search from a lower bound f32 of the cutoff."""
+        return RowBounds(self.anchor, self.mass, self.cuts_k, self.cuts_p, low)
 
 
 class SubBlocks(NamedTuple):
@@ -144,7 +157,9 @@ def load_sub_blocks(sub_blocks: SubBlocks, b: jax.Array) -> MaxSum:
     return MaxSum(load_padded(sub_blocks.max, b, -jnp.inf), load_padded(sub_blocks.sum, b, 0))
 
 
-def summarize_row(rows: CutoffRows, b: jax.Array, partials: MaxSum, interpret: bool) -> RowSummary:
+def summarize_row(
+    rows: CutoffRows, b: jax.Array, partials: MaxSum, config: KernelConfig, interpret: bool
+) -> RowSummary:
     """Merges the partials of row b, and reads which filters cut it."""
     vocab_size = rows.logits.shape[1]
     filters, scale = load_filters(rows, b), parse_temperature(rows.temperature[b]).scale
@@ -154,9 +169,8 @@ def summarize_row(rows: CutoffRows, b: jax.Array, partials: MaxSum, interpret: b
     )
     cuts_k = None if filters.top_k is None else is_cut & top_k_active(filters.top_k, vocab_size)
     cuts_p = None if filters.top_p is None else is_cut & top_p_active(filters.top_p)
-    return RowSummary(
-        filters, scale, row_partial.max, row_partial.sum, is_cut, cuts_k, cuts_p, partials
-    )
+    where, sums = (rows, b, config, interpret), (row_partial.max, row_partial.sum)
+    return RowSummary(*where, filters, scale, *sums, is_cut, cuts_k, cuts_p, partials)
 
 
 def load_filters(rows: CutoffRows, b: jax.Array) -> Filters:
@@ -172,7 +186,7 @@ _MAX_NEAR_DISTANCE = 1 / 4
 _MAX_FLOAT = float(jnp.finfo(jnp.float32).max)
 
 
-def bound_cutoff(row: RowSummary, interpret: bool) -> jax.Array:
+def bound_cutoff(row: RowSummary) -> jax.Array:
     """Returns a logit f32 at or below the cutoff; -inf where no bound is known."""
     filters, low = row.filters, row.anchor
     if filters.min_p is not None:
@@ -195,9 +209,8 @@ def bound_cutoff(row: RowSummary, interpret: bool) -> jax.Array:
         target = required_mass(filters.top_p, row.mass) * jnp.float32(1 + BOUND_SLACK)
 
         def least_mass(t: jax.Array) -> jax.Array:
-            return mass_bound(
-                row.sub_blocks, t, row.anchor, row.scale, make_exp2(interpret), size=SUB_BLOCK
-            )
+            exp2 = make_exp2(row.interpret)
+            return mass_bound(row.sub_blocks, t, row.anchor, row.scale, exp2, size=SUB_BLOCK)
 
         bound = cond_or(uses_mass, lambda: _bisect_distance(row, target, least_mass), low)
         top_p = filters.top_p

@@ -14,8 +14,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import triton as plgpu
 
 from specjax.core.truncation import mass_weights
-from specjax.pallas.cutoff.bound import SUB_BLOCK, CutoffRows, RowSummary
-from specjax.pallas.kernel_config import KernelConfig
+from specjax.pallas.cutoff.bound import SUB_BLOCK, RowSummary
 from specjax.pallas.launch import divmod_i32, make_exp2
 
 __all__ = ["CandidateBuffer", "SubBlockKinds", "classify_sub_blocks", "compact_candidates"]
@@ -57,41 +56,30 @@ class SubBlockKinds(NamedTuple):
     num: tuple[jax.Array, jax.Array]
 
 
-def classify_sub_blocks(row: RowSummary, low: jax.Array, interpret: bool) -> SubBlockKinds:
+def classify_sub_blocks(row: RowSummary, low: jax.Array) -> SubBlockKinds:
     """Returns which sub-blocks hold candidates by a bound f32 of the cutoff."""
     largest = row.sub_blocks.max
     reaches = (largest >= low) & (low > -jnp.inf)
     # The mass of the other tokens is known up to the rounding of the sum.
     other_mass = row.sub_blocks.sum * jnp.float32(1 + _SUM_ROUNDING) - 1
-    low_mass = mass_weights(low, largest, row.scale, make_exp2(interpret))
+    low_mass = mass_weights(low, largest, row.scale, make_exp2(row.interpret))
     holds_several = reaches & (other_mass >= low_mass)
     holds_one = reaches & ~holds_several
     num_before, num = _prefix_sums(holds_one, holds_several)
     return SubBlockKinds(low, holds_one, holds_several, num_before, num)
 
 
-def compact_candidates(
-    rows: CutoffRows,
-    kinds: SubBlockKinds,
-    largest: jax.Array,
-    b: jax.Array,
-    buffer: CandidateBuffer,
-    config: KernelConfig,
-    interpret: bool,
-) -> jax.Array:
-    """Stores the logits of row b that reach the bound, and returns their number, i32.
+def compact_candidates(row: RowSummary, kinds: SubBlockKinds, buffer: CandidateBuffer) -> jax.Array:
+    """Stores the logits of a row that reach the bound, and returns their number, i32.
 
     If the number exceeds the buffer, only those that fit are stored.
 
     Args:
-      rows: all rows.
-      kinds: of the sub-blocks of row b.
-      largest: f32[N], their largest logits.
-      b: the row's index.
+      row: its summary; `config` says how many sub-blocks are read per iteration.
+      kinds: of its sub-blocks.
       buffer: of all rows.
-      config: how many sub-blocks are read per iteration.
-      interpret: whether the kernel runs in Pallas' interpreter.
     """
+    b, largest, config = row.b, row.sub_blocks.max, row.config
     low, holds_one, holds_several, (index, reread_index), (total, num_reread) = kinds
     max_candidates = buffer.values.shape[1]
     fits = holds_one & (index < max_candidates)
@@ -100,7 +88,7 @@ def compact_candidates(
     sub_block = jax.lax.iota(jnp.int32, largest.shape[0])
     reread_index = jnp.where(holds_several, reread_index, largest.shape[0])
     plgpu.store(buffer.reread_sub_blocks.at[b, reread_index], sub_block, mask=holds_several)
-    _barrier(interpret)
+    _barrier(row.interpret)
     # A chunk has a static size. So there are two loops, of which at most one iterates.
     small_chunk, large_chunk = config.small_reread_chunk, config.large_reread_chunk
     chunk_sizes = (
@@ -110,15 +98,14 @@ def compact_candidates(
     for chunk_size, is_chosen in chunk_sizes:
         num_chosen = jnp.where(is_chosen, num_reread, 0)
         num_chunks, _ = divmod_i32(num_chosen + (chunk_size - 1), chunk_size)
-        compact = functools.partial(_compact_chunk, rows, b, low, buffer, num_reread, chunk_size)
+        compact = functools.partial(_compact_chunk, row, low, buffer, num_reread, chunk_size)
         total = jax.lax.fori_loop(jnp.int32(0), num_chunks, compact, total)
-    _barrier(interpret)
+    _barrier(row.interpret)
     return total
 
 
 def _compact_chunk(
-    rows: CutoffRows,
-    b: jax.Array,
+    row: RowSummary,
     low: jax.Array,
     buffer: CandidateBuffer,
     num_reread: jax.Array,
@@ -131,16 +118,16 @@ def _compact_chunk(
     Returns:
       The number of candidates stored so far: `total` plus those of this chunk.
     """
-    vocab_size, max_candidates = rows.logits.shape[1], buffer.values.shape[1]
+    b, logits, max_candidates = row.b, row.rows.logits, buffer.values.shape[1]
     slot = chunk_index * chunk_size + jax.lax.iota(jnp.int32, chunk_size)
     sub_block = plgpu.load(
         buffer.reread_sub_blocks.at[b, slot], mask=slot < num_reread, other=jnp.int32(0)
     )
     # The load is masked: a `where` on the ids would hide from Triton that they are consecutive.
     token_id = sub_block[:, None] * SUB_BLOCK + jax.lax.iota(jnp.int32, SUB_BLOCK)[None]
-    exists = (slot < num_reread)[:, None] & (token_id < vocab_size)
-    other = jnp.asarray(-jnp.inf, rows.logits.dtype)
-    x = plgpu.load(rows.logits.at[b, token_id], mask=exists, other=other).astype(jnp.float32)
+    exists = (slot < num_reread)[:, None] & (token_id < logits.shape[1])
+    other = jnp.asarray(-jnp.inf, logits.dtype)
+    x = plgpu.load(logits.at[b, token_id], mask=exists, other=other).astype(jnp.float32)
     reaches = (x >= low) & (x > -jnp.inf)
     ones = reaches.astype(jnp.int32)
     num_before, num_candidates = _prefix_sum(jnp.sum(ones, axis=1, dtype=jnp.int32))

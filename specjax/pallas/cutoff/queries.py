@@ -19,7 +19,6 @@ from jax.experimental.pallas import triton as plgpu
 
 from specjax.core.pivot_search import Pass, search_by_pivots, unused_key_bits
 from specjax.core.truncation import (
-    RowBounds,
     RowQueries,
     bisecting_queries,
     extremes_blocks,
@@ -28,7 +27,7 @@ from specjax.core.truncation import (
     min_kept,
 )
 from specjax.pallas.cutoff.bound import RowSummary
-from specjax.pallas.kernel_config import KernelConfig, Tile
+from specjax.pallas.kernel_config import Tile
 from specjax.pallas.launch import cond_or, make_add_above, make_exp2
 
 __all__ = ["Exchange", "MemoryRow", "Merge", "register_queries", "search_in_memory", "split_steps"]
@@ -54,7 +53,6 @@ class MemoryRow(NamedTuple):
       values: reference [R, N].
       row_index: i32.
       num_logits: i32; the row's first `num_logits` values are logits, and others are not read.
-      dtype: of the logits that the values were made from.
       num_columns: W.
       num_chunks: chunks of W logits that a program reads at once: one step.
     """
@@ -62,7 +60,6 @@ class MemoryRow(NamedTuple):
     values: Any
     row_index: jax.Array
     num_logits: jax.Array
-    dtype: Any
     num_columns: int
     num_chunks: int
 
@@ -100,9 +97,9 @@ def split_steps(num_logits: int, tile: Tile) -> tuple[int, int, int]:
     return num_columns, -(-num_chunks // num_steps), num_steps
 
 
-def register_queries(x: jax.Array, row: RowSummary, interpret: bool) -> RowQueries:
+def register_queries(x: jax.Array, row: RowSummary) -> RowQueries:
     """Returns queries on logits f32[N] that the program holds in registers."""
-    weights = mass_weights(x, row.anchor, row.scale, make_exp2(interpret))
+    weights = mass_weights(x, row.anchor, row.scale, make_exp2(row.interpret))
     return bisecting_queries(
         count_above=lambda pivot: mass_above(x, None, pivot),
         mass_above=lambda pivot: mass_above(x, weights, pivot),
@@ -114,47 +111,40 @@ def register_queries(x: jax.Array, row: RowSummary, interpret: bool) -> RowQueri
 
 
 def search_in_memory(
-    memory: MemoryRow,
-    row: RowSummary,
-    low: jax.Array,
-    exchange: Exchange,
-    config: KernelConfig,
-    interpret: bool,
+    memory: MemoryRow, row: RowSummary, low: jax.Array, exchange: Exchange
 ) -> jax.Array:
     """Returns the cutoff f32[] of a row in memory, which is read again in each pass.
 
     Args:
       memory: where the logits are.
-      row: its summary.
+      row: its summary; `config` says how many pivots a pass has.
       low: f32, a lower bound of the cutoff.
       exchange: runs a query on each part of the row, and merges the results.
-      config: how many pivots a pass has.
-      interpret: whether the kernel runs in Pallas' interpreter.
     """
+    num_pivots = row.config.num_pivots
 
     def weigh(x: jax.Array, counts: jax.Array | bool) -> jax.Array:
         if counts is True:
             return jnp.ones_like(x)
-        weights = mass_weights(x, row.anchor, row.scale, make_exp2(interpret))
+        weights = mass_weights(x, row.anchor, row.scale, make_exp2(row.interpret))
         return weights if counts is False else jnp.where(counts, jnp.float32(1), weights)
 
     def sums_above(one_pass: Pass) -> jax.Array:
         def ask(first: jax.Array, end: jax.Array) -> jax.Array:
             weights = functools.partial(weigh, counts=one_pass.counts)
-            return _sum_above(memory, first, end, weights, one_pass.pivots, interpret)
+            return _sum_above(memory, first, end, weights, one_pass.pivots, row.interpret)
 
         # Two slots in turn: what one pass stored is read while the next pass stores.
         return exchange(one_pass.number % 2, ask, lambda parts: jnp.sum(parts, axis=0))
 
-    bounds = RowBounds(row.anchor, row.mass, row.cuts_k, row.cuts_p, low)
-    bits = unused_key_bits(memory.dtype)
-    low, is_logit = search_by_pivots(sums_above, row.filters, bounds, config.num_pivots, bits)
+    bits, bounds = unused_key_bits(row.rows.logits.dtype), row.bounds(low)
+    low, is_logit = search_by_pivots(sums_above, row.filters, bounds, num_pivots, bits)
     if row.filters.min_p is not None:
         is_logit &= ~(row.filters.min_p > 0)
     low = jnp.maximum(low, jnp.float32(jnp.finfo(jnp.float32).min))
 
     def ask(first: jax.Array, end: jax.Array) -> jax.Array:
-        return jnp.broadcast_to(_min_kept(memory, first, end, low, row), (config.num_pivots,))
+        return jnp.broadcast_to(_min_kept(memory, first, end, low, row), (num_pivots,))
 
     def smallest_kept() -> jax.Array:
         # A slot of its own: it may follow any pass.

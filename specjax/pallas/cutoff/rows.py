@@ -197,8 +197,8 @@ def cutoff_search_kernel(
 
     @pl.when(active)
     def _() -> None:
-        row = summarize_row(operands.rows, b, partials, interpret)
-        _search_row(operands.rows, row, b, is_first, out, config, interpret)
+        row = summarize_row(operands.rows, b, partials, config, interpret)
+        _search_row(row, is_first, out)
 
     @pl.when(~active & is_first)
     def _() -> None:
@@ -207,20 +207,12 @@ def cutoff_search_kernel(
         out.cutoff[b] = refuse_nan(keeps_all, load_filters(operands.rows, b))
 
 
-def _search_row(
-    rows: CutoffRows,
-    row: RowSummary,
-    b: jax.Array,
-    is_first: jax.Array,
-    out: _SearchOutputs,
-    config: KernelConfig,
-    interpret: bool,
-) -> None:
-    """Writes the cutoff of row b; some filter cuts the row if it is a distribution."""
-    num_rows = rows.logits.shape[0]
-    num_programs = config.search_programs(num_rows)
-    low, buffer = bound_cutoff(row, interpret), out.buffer
-    kinds = classify_sub_blocks(row, low, interpret)
+def _search_row(row: RowSummary, is_first: jax.Array, out: _SearchOutputs) -> None:
+    """Writes the cutoff of a row; some filter cuts the row if it is a distribution."""
+    b, config = row.b, row.config
+    num_programs = config.search_programs(row.rows.logits.shape[0])
+    low, buffer = bound_cutoff(row), out.buffer
+    kinds = classify_sub_blocks(row, low)
     num_reread = kinds.num[1]
     limit = jnp.int32(config.reread_limit(num_programs))
     if row.cuts_p is not None:
@@ -228,16 +220,13 @@ def _search_row(
     by_team = row.is_cut & ((low == -jnp.inf) | (num_reread > limit))
     by_first = is_first & ~by_team
     count = cond_or(
-        by_first,
-        lambda: compact_candidates(rows, kinds, row.sub_blocks.max, b, buffer, config, interpret),
-        jnp.minimum(num_reread, 0),
+        by_first, lambda: compact_candidates(row, kinds, buffer), jnp.minimum(num_reread, 0)
     )
     overflows = by_first & row.is_cut & (count > buffer.values.shape[1])
 
     @pl.when(by_first & ~overflows)
     def _() -> None:
-        values, dtype = buffer.values, rows.logits.dtype
-        cutoff = search_candidates(values, count, row, b, low, dtype, config, interpret)
+        cutoff = search_candidates(buffer.values, count, row, low)
         cutoff = jnp.where(row.is_cut, cutoff, jnp.float32(-jnp.inf))
         out.cutoff[b] = refuse_nan(cutoff, row.filters)
 
@@ -249,8 +238,7 @@ def _search_row(
 
         @pl.when(team.rank < team.size)
         def _() -> None:
-            memory = TeamMemory(out.counters, out.sums)
-            cutoff = search_by_team(rows, row, b, low, team, memory, config, interpret)
+            cutoff = search_by_team(row, low, team, TeamMemory(out.counters, out.sums))
 
             @pl.when(team.rank == 0)
             def _() -> None:

@@ -321,7 +321,7 @@ _KERNELS = (
     ),
     Mutation(
         f"{_PALLAS}cutoff.search.search_candidates",
-        "MemoryRow(values, b, count,",
+        "MemoryRow(values, row.b, count,",
         "MemoryRow(values, b, count - 1,",
         cutoffs(f"{_NARROW}[interpret-1025-float16]"),
         "the last candidate is not searched",
@@ -398,8 +398,8 @@ _KERNELS = (
     ),
     Mutation(
         f"{_PALLAS}cutoff.search.search_candidates",
-        "load_first_values(values, b, num_register_logits, count)",
-        "load_first_values(values, b, num_register_logits, count + 1)",
+        "load_first_values(values, row.b, num_register_logits, count)",
+        "load_first_values(values, row.b, num_register_logits, count + 1)",
         cutoffs("test_uninitialised_memory_is_no_logit[interpret]"),
         "what the memory held after the candidates is searched, too",
     ),
