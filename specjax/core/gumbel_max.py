@@ -12,22 +12,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from specjax.core.logsumexp import (
-    LogNormalizer,
-    MaxSum,
-    block_logprobs,
-    mask_below_cutoff,
-)
+from specjax.core.logsumexp import LogNormalizer, MaxSum, mask_below_cutoff
 from specjax.core.noise import BLOCK_LEVEL, SAMPLING_BLOCK, TOKEN_LEVEL, Words, gumbel
 from specjax.core.subnormal import flush_subnormals
-from specjax.core.temperature import Temperature
 
 __all__ = [
     "argmax_token",
     "first_argmax",
     "gather_logits",
     "gumbel_max_token",
-    "row_token",
     "token_logprobs",
     "two_level_argmax",
 ]
@@ -127,31 +120,3 @@ def gumbel_max_token(
         return token_log_weights(index).astype(noise_dtype) + noise
 
     return two_level_argmax(scores, token_scores)[1]
-
-
-def row_token(
-    partials: MaxSum,
-    kept_logits: _OfTokens,
-    normalizer: LogNormalizer,
-    at: Words,
-    temperature: Temperature,
-    noise_dtype: Any,
-) -> jax.Array:
-    """Returns the token i32[] drawn from a row, or its argmax where the request is greedy.
-
-    Args:
-      partials: of the row's blocks.
-      kept_logits: as in `argmax_token`.
-      normalizer: of the row.
-      at: the address of the draw.
-      temperature: of the request.
-      noise_dtype: float32 or float64.
-    """
-
-    def token_log_weights(index: jax.Array) -> jax.Array:
-        return token_logprobs(kept_logits(index), normalizer, temperature.scale)
-
-    block_log_masses = block_logprobs(partials, normalizer, temperature.scale)
-    random = gumbel_max_token(block_log_masses, token_log_weights, at, noise_dtype)
-    best = argmax_token(partials, kept_logits)
-    return jnp.where(temperature.greedy, best, random)

@@ -1,11 +1,10 @@
-"""Rows of logits as values: `WholeRows`, or `SplitRows` whose vocabulary lies over a mesh axis.
+"""Rows of logits as values: `LogitRows`, or `SplitRows` whose vocabulary lies over a mesh axis.
 
 `logit_rows` makes them and is the one place that asks which. Their methods are the same, so that
 no reader asks again. `SplitRows` does core's arithmetic on the blocks of 128 tokens that begin on a
 device, and gathers a number of each block.
 """
 
-import abc
 import dataclasses
 from collections.abc import Callable
 from typing import Any, Self, TypeVar
@@ -14,10 +13,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from specjax.core.gumbel_max import argmax_token, gather_logits, row_token, token_logprobs
+from specjax.core.gumbel_max import argmax_token, gather_logits, gumbel_max_token, token_logprobs
 from specjax.core.logsumexp import (
-    LogNormalizer,
     MaxSum,
+    RowStatistics,
+    block_logprobs,
     block_partials,
     mask_below_cutoff,
     reduce_blocks,
@@ -32,7 +32,7 @@ from specjax.devices.placement import Placement
 from specjax.devices.vocabulary_split import VocabularySplit
 from specjax.types import Sample
 
-__all__ = ["LogitRows", "SplitRows", "WholeRows", "first_token", "logit_rows"]
+__all__ = ["LogitRows", "SplitRows", "first_token", "logit_rows"]
 
 _Read = TypeVar("_Read")
 
@@ -44,16 +44,18 @@ _OVER_DEVICES: dict[Callable[..., jax.Array], Callable[..., jax.Array]] = {
 
 
 @dataclasses.dataclass(frozen=True)
-class LogitRows(abc.ABC):
-    """Rows of logits, and what is read of them; `logit_rows` makes them.
+class LogitRows:
+    """Rows of logits that a device has whole, and what is read of them; `logit_rows` makes them.
 
     Attributes:
       logits: [V] of one row or [..., V] of several; of split rows a device's part.
       cutoff: f32 of each row, logits below it are left out. None keeps all.
+      split: of the vocabulary; None of whole rows.
     """
 
     logits: jax.Array
     cutoff: jax.Array | None = None
+    split: VocabularySplit | None = None
 
     def row(self, index: jax.Array) -> Self:
         """Returns row `index`, [V], of rows [R, V]."""
@@ -69,25 +71,43 @@ class LogitRows(abc.ABC):
         """Returns the argmax i32[] of a row from its partials; ties go to the lowest id."""
         return argmax_token(partials, self.take)
 
+    def statistics(
+        self, scale: jax.Array, only_maxima: jax.Array | None = None
+    ) -> tuple[MaxSum, RowStatistics]:
+        """Returns the partials of a row and the statistics that follow; arguments of `partials`."""
+        partials = self.partials(scale, only_maxima)
+        return partials, row_statistics_once(partials, scale)
+
     def draw(
         self,
-        partials: MaxSum,
-        normalizer: LogNormalizer,
         at: Words,
         temperature: Temperature,
         noise_dtype: Any,
-    ) -> jax.Array:
-        """Returns the token i32[] of a row: drawn at an address, or the argmax if greedy."""
-        return row_token(partials, self.take, normalizer, at, temperature, noise_dtype)
+        only_maxima: jax.Array | None = None,
+    ) -> tuple[jax.Array, jax.Array, RowStatistics]:
+        """Returns the token i32[] of a row, its log p, and the row's statistics.
+
+        Args:
+          at: address of the draw.
+          temperature: of the row; where it is greedy the token is the argmax.
+          noise_dtype: float32 or float64.
+          only_maxima: as in `partials`.
+        """
+        partials, row = self.statistics(temperature.scale, only_maxima)
+
+        def logprobs(ids: jax.Array) -> jax.Array:
+            return token_logprobs(self.take(ids), row.normalizer, temperature.scale)
+
+        log_masses = block_logprobs(partials, row.normalizer, temperature.scale)
+        random = gumbel_max_token(log_masses, logprobs, at, noise_dtype)
+        token = jnp.where(temperature.greedy, self.argmax(partials), random)
+        return token, logprobs(token), row
 
     def sample(self, at: Words, temperature: jax.Array, noise_dtype: Any) -> Sample:
         """Draws the `Sample` of a row at its address."""
         parsed = parse_temperature(temperature)
-        partials = self.partials(parsed.scale)
-        row = row_statistics_once(partials, parsed.scale)
-        token = self.draw(partials, row.normalizer, at, parsed, noise_dtype)
+        token, logprob, row = self.draw(at, parsed, noise_dtype)
         valid = parsed.valid & row.valid
-        logprob = token_logprobs(self.take(token), row.normalizer, parsed.scale)
         return Sample(
             token_ids=jnp.where(valid, token, jnp.int32(-1)),
             logprobs=jnp.where(valid, logprob, jnp.float32(0)),
@@ -95,11 +115,10 @@ class LogitRows(abc.ABC):
         )
 
     @property
-    @abc.abstractmethod
     def vocab_size(self) -> int:
         """Returns V, without padding."""
+        return self.logits.shape[-1]
 
-    @abc.abstractmethod
     def partials(self, scale: jax.Array, only_maxima: jax.Array | None = None) -> MaxSum:
         """Returns the partials f32[..., ceil(V / SAMPLING_BLOCK)] of the blocks of each row.
 
@@ -107,31 +126,34 @@ class LogitRows(abc.ABC):
           scale: f32[...], one over the temperature.
           only_maxima: as in `core.logsumexp.reduce_blocks`.
         """
+        return block_partials(self.logits, scale, self.cutoff, only_maxima)
 
-    @abc.abstractmethod
     def take(self, ids: jax.Array) -> jax.Array:
         """Returns the kept logits f32 of a row at ids of any shape; -inf outside [0, V)."""
+        return gather_logits(self.logits, ids, self.cutoff)
 
-    @abc.abstractmethod
     def take_each(self, ids: jax.Array) -> jax.Array:
         """Returns the kept logits f32[...] of rows [..., V], of each at its own id i32[...]."""
+        index = jnp.clip(ids, 0, self.vocab_size - 1)[..., None]
+        taken = jnp.take_along_axis(self.logits, index, axis=-1)[..., 0]
+        kept = mask_below_cutoff(taken, self.cutoff)
+        return jnp.where(ids < self.vocab_size, kept, -jnp.inf)
 
-    @abc.abstractmethod
     def residual_log_masses(self, p: jax.Array, q: jax.Array) -> jax.Array:
         """Returns `core.residual.residual_log_masses` of log p and log q at a row's tokens."""
+        return residual_log_masses(p, q)
 
-    @abc.abstractmethod
     def top_k(self, values: jax.Array, n: int) -> tuple[jax.Array, jax.Array]:
         """Returns the n largest of values [..., V] of the rows' tokens in f32, and their ids.
 
         XLA's top-k lists 0.0 before -0.0, so numbers that count as zero are made one zero first.
         """
+        return _top_k(values, n)
 
-    @abc.abstractmethod
     def true_logits(self) -> jax.Array:
         """Returns the logits, -inf in the padding past V."""
+        return self.logits
 
-    @abc.abstractmethod
     def merge(self, two: Callable[..., jax.Array], values: jax.Array) -> jax.Array:
         """Returns numbers of all tokens from those of the tokens in `logits`.
 
@@ -139,16 +161,16 @@ class LogitRows(abc.ABC):
           two: how two numbers become one: jnp.add, jnp.minimum or jnp.maximum.
           values: of any shape.
         """
+        return values
 
-    @abc.abstractmethod
     def offsets(self, ids: jax.Array) -> jax.Array:
         """Returns how far ids are from that of the first token in `logits`."""
+        return ids
 
-    @abc.abstractmethod
     def columns(self, ids: jax.Array) -> jax.Array:
         """Returns where tokens stand in `logits`; past the end those that another device has."""
+        return ids
 
-    @abc.abstractmethod
     def read(self, as_needed: Callable[[], _Read], at_once: Callable[[], _Read]) -> _Read:
         """Returns what the schedule of these rows' reads gives.
 
@@ -156,75 +178,18 @@ class LogitRows(abc.ABC):
           as_needed: reads a row when what was read before asks for it: of whole rows.
           at_once: reads all rows: of split ones, because every read is a message.
         """
-
-
-@dataclasses.dataclass(frozen=True)
-class WholeRows(LogitRows):
-    """Rows that a device has whole."""
-
-    @property
-    def vocab_size(self) -> int:
-        """Returns V."""
-        return self.logits.shape[-1]
-
-    @property
-    def split(self) -> None:
-        """Returns None: no vocabulary is split."""
-        return None
-
-    def partials(self, scale: jax.Array, only_maxima: jax.Array | None = None) -> MaxSum:
-        """Returns the partials of the blocks, in one pass over the logits."""
-        return block_partials(self.logits, scale, self.cutoff, only_maxima)
-
-    def take(self, ids: jax.Array) -> jax.Array:
-        """Returns the kept logits of a row at ids."""
-        return gather_logits(self.logits, ids, self.cutoff)
-
-    def take_each(self, ids: jax.Array) -> jax.Array:
-        """Returns the kept logits of rows, of each at its own id."""
-        index = jnp.clip(ids, 0, self.vocab_size - 1)[..., None]
-        taken = jnp.take_along_axis(self.logits, index, axis=-1)[..., 0]
-        kept = mask_below_cutoff(taken, self.cutoff)
-        return jnp.where(ids < self.vocab_size, kept, -jnp.inf)
-
-    def residual_log_masses(self, p: jax.Array, q: jax.Array) -> jax.Array:
-        """Returns the log-masses of the residual in the blocks."""
-        return residual_log_masses(p, q)
-
-    def top_k(self, values: jax.Array, n: int) -> tuple[jax.Array, jax.Array]:
-        """Returns the n largest values and their ids."""
-        return _top_k(values, n)
-
-    def true_logits(self) -> jax.Array:
-        """Returns the logits; whole rows have no padding."""
-        return self.logits
-
-    def merge(self, two: Callable[..., jax.Array], values: jax.Array) -> jax.Array:
-        """Returns the values: they are of all tokens."""
-        return values
-
-    def offsets(self, ids: jax.Array) -> jax.Array:
-        """Returns the ids."""
-        return ids
-
-    def columns(self, ids: jax.Array) -> jax.Array:
-        """Returns the ids."""
-        return ids
-
-    def read(self, as_needed: Callable[[], _Read], at_once: Callable[[], _Read]) -> _Read:
-        """Returns what `as_needed` returns."""
         return as_needed()
 
     def fit(self, draft_logits: jax.Array | None) -> jax.Array | None:
-        """Returns the draft's logits; those of any width are read."""
+        """Returns the draft's logits with the padding of these rows, which may be another."""
         return draft_logits
 
-    def gather(self, placement: Placement) -> "WholeRows":
-        """Returns the rows."""
+    def gather(self, placement: Placement) -> "LogitRows":
+        """Returns whole rows, which each device then has for its requests."""
         return self
 
     def spec(self, placement: Placement) -> PartitionSpec:
-        """Returns how rows [B, R, V] lie: by their requests."""
+        """Returns how rows [B, R, V] lie: by their requests, split ones by the vocabulary too."""
         return placement.spec()
 
 
@@ -315,11 +280,11 @@ class SplitRows(LogitRows):
         widths = (*((0, 0),) * (draft_logits.ndim - 1), (0, missing))
         return jnp.pad(draft_logits, widths, constant_values=-jnp.inf)
 
-    def gather(self, placement: Placement) -> WholeRows:
+    def gather(self, placement: Placement) -> LogitRows:
         """Returns whole rows, which each device then has for its requests."""
         whole = placement.sharding(placement.spec())
         logits = jax.lax.with_sharding_constraint(self.logits, whole)
-        return WholeRows(logits[..., : self.vocab_size], self.cutoff)
+        return LogitRows(logits[..., : self.vocab_size], self.cutoff)
 
     def spec(self, placement: Placement) -> PartitionSpec:
         """Returns how rows [B, R, V] lie: by their requests and by the vocabulary."""
@@ -330,7 +295,7 @@ def logit_rows(
     logits: jax.Array,
     split: VocabularySplit | None = None,
     cutoff: jax.Array | None = None,
-) -> WholeRows | SplitRows:
+) -> LogitRows:
     """Returns rows of logits as what they are: whole, or split over devices.
 
     Args:
@@ -339,7 +304,7 @@ def logit_rows(
       cutoff: f32[...]; None keeps all.
     """
     if split is None:
-        return WholeRows(logits, cutoff)
+        return LogitRows(logits, cutoff)
     return SplitRows(logits, cutoff, split=split)
 
 
@@ -442,5 +407,5 @@ def _top_k(rows: jax.Array, n: int) -> tuple[jax.Array, jax.Array]:
     return result
 
 
-jax.tree_util.register_dataclass(WholeRows, data_fields=["logits", "cutoff"], meta_fields=[])
-jax.tree_util.register_dataclass(SplitRows, data_fields=["logits", "cutoff"], meta_fields=["split"])
+for _kind in (LogitRows, SplitRows):
+    jax.tree_util.register_dataclass(_kind, data_fields=["logits", "cutoff"], meta_fields=["split"])

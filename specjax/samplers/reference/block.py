@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from specjax.core.acceptance import log_ratio
 from specjax.core.block_acceptance import accept_block, cap_ratios
 from specjax.core.gumbel_max import token_logprobs
-from specjax.core.logsumexp import MaxSum, RowStatistics, row_statistics_once
+from specjax.core.logsumexp import MaxSum, RowStatistics
 from specjax.core.noise import Stream, address, uniform_at_once
 from specjax.core.temperature import parse_temperature
 from specjax.devices.placement import pvary_like
@@ -166,8 +166,7 @@ def _row_reader(request: Request, target: LogitRows) -> _ReadRow:
 
     def read(index: jax.Array) -> tuple[MaxSum, RowStatistics]:
         scale = parse_temperature(request.temperature).scale
-        partials = target.row(request.target_row + index).partials(scale)
-        return partials, row_statistics_once(partials, scale)
+        return target.row(request.target_row + index).statistics(scale)
 
     def read_all() -> _ReadRow:
         rows = jax.vmap(read)(_target_rows(request))

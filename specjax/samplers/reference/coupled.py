@@ -14,12 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from specjax.core.gumbel_max import token_logprobs
-from specjax.core.logsumexp import (
-    LogNormalizer,
-    RowStatistics,
-    row_statistics_once,
-)
+from specjax.core.logsumexp import LogNormalizer, RowStatistics
 from specjax.core.noise import Stream, address
 from specjax.core.temperature import parse_temperature
 from specjax.devices.placement import pvary_like
@@ -72,7 +67,10 @@ def couple_request(
 
     def judge(index: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, RowStatistics]:
         i = jnp.minimum(index, k - 1)
-        token, logprob, row = _draw(request, target, index, noise_dtype, only_maxima)
+        at = address(request.key, request.position + index, Stream.TARGET)
+        token, logprob, row = target.row(request.target_row + index).draw(
+            at, parse_temperature(request.temperature), noise_dtype, only_maxima
+        )
         accepted = (index < request.num_tokens) & row.valid & (token == request.token_ids[i])
         return accepted, token, logprob, row
 
@@ -107,20 +105,3 @@ def couple_request(
         return emit(request, n, end.row, target, end.token, end.logprob, end.logprobs)
 
     return target.read(draw_in_turn, draw_at_once)
-
-
-def _draw(
-    request: Request,
-    target: LogitRows,
-    index: jax.Array,
-    noise_dtype: Any,
-    only_maxima: jax.Array | None,
-) -> tuple[jax.Array, jax.Array, RowStatistics]:
-    """Returns the token drawn from a request's target row `index`, its log p, and statistics."""
-    temperature = parse_temperature(request.temperature)
-    target = target.row(request.target_row + index)
-    partials = target.partials(temperature.scale, only_maxima)
-    row = row_statistics_once(partials, temperature.scale)
-    at = address(request.key, request.position + index, Stream.TARGET)
-    token = target.draw(partials, row.normalizer, at, temperature, noise_dtype)
-    return token, token_logprobs(target.take(token), row.normalizer, temperature.scale), row

@@ -18,7 +18,6 @@ from specjax.core.logsumexp import (
     mask_below_cutoff,
     normalizer_from_statistics,
     row_logsumexp,
-    row_statistics_once,
 )
 from specjax.core.noise import Words
 from specjax.core.temperature import parse_temperature
@@ -214,8 +213,7 @@ def drafted_token(request: Request, draft: DraftRows | None, i: jax.Array) -> Dr
     if request.draft_logsumexp is not None and request.draft_logprobs is not None:
         logsumexp, logprob = request.draft_logsumexp[i], request.draft_logprobs[i]
     else:
-        partials = drafted_row.row.partials(temperature.scale)
-        row = row_statistics_once(partials, temperature.scale)
+        _, row = drafted_row.row.statistics(temperature.scale)
         logsumexp = jnp.where(row.valid, row_logsumexp(row.normalizer, temperature.scale), jnp.nan)
         # The target's formula, so that equal rows give equal log-probabilities.
         logprob = token_logprobs(logit, row.normalizer, temperature.scale)

@@ -21,12 +21,7 @@ import jax.numpy as jnp
 from specjax.call_arrays import CallOptions, VerifyArrays
 from specjax.core.acceptance import accept_greedy, accept_random, accept_synthetic
 from specjax.core.gumbel_max import token_logprobs
-from specjax.core.logsumexp import (
-    LogNormalizer,
-    MaxSum,
-    RowStatistics,
-    row_statistics_once,
-)
+from specjax.core.logsumexp import LogNormalizer, MaxSum, RowStatistics
 from specjax.core.noise import SAMPLING_BLOCK, Stream, address, uniform, uniform_at_once
 from specjax.core.rule import BLOCK, COUPLED, STANDARD, Rule, StaticRule
 from specjax.core.temperature import parse_temperature
@@ -133,8 +128,7 @@ def _accept_prefix(
     def judge(index: jax.Array) -> tuple[AcceptedPrefix, jax.Array, jax.Array]:
         i = jnp.minimum(index, k - 1)
         target_row = target.row(request.target_row + index)
-        partials = target_row.partials(scale, only_maxima)
-        row = row_statistics_once(partials, scale)
+        partials, row = target_row.statistics(scale, only_maxima)
         drafted = drafted_token(request, draft, i)
         logprob = token_logprobs(target_row.take(drafted.token_id), row.normalizer, scale)
         best = target_row.argmax(partials)

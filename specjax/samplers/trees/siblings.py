@@ -20,10 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax.core.gumbel_max import token_logprobs
-from specjax.core.logsumexp import (
-    RowStatistics,
-    row_statistics_once,
-)
+from specjax.core.logsumexp import RowStatistics
 from specjax.core.residual import MIN_RESIDUAL_MASS, residual_log_masses, residual_logprobs
 from specjax.core.temperature import parse_temperature
 from specjax.devices.placement import pvary_like
@@ -102,7 +99,7 @@ def row_statistics_of(
     scale = parse_temperature(temperature).scale
 
     def reduce(v: jax.Array) -> RowStatistics:
-        return row_statistics_once(rows.row(first_row + v).partials(scale), scale)
+        return rows.row(first_row + v).statistics(scale)[1]
 
     def one(v: jax.Array) -> RowStatistics:
         shape = jax.eval_shape(reduce, v)

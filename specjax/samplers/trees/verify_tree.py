@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from specjax.call_arrays import CallOptions
 from specjax.core.temperature import parse_temperature
 from specjax.devices.placement import pvary_like
-from specjax.devices.rows import LogitRows, WholeRows
+from specjax.devices.rows import LogitRows
 from specjax.implementation import is_for_cpu_alone
 from specjax.samplers.trees.traverse import traverse_tree
 from specjax.samplers.trees.tree import AcceptedPath, Tree, find_padding, place_nodes
@@ -98,9 +98,9 @@ def verify_trees(
     return jax.lax.platform_dependent(trees, cpu=mapped, default=batched)
 
 
-def _flat_rows(logits: jax.Array, cutoff: jax.Array | None) -> WholeRows:
+def _flat_rows(logits: jax.Array, cutoff: jax.Array | None) -> LogitRows:
     flat = logits.reshape(-1, logits.shape[2])
-    return WholeRows(flat, None if cutoff is None else cutoff.reshape(-1))
+    return LogitRows(flat, None if cutoff is None else cutoff.reshape(-1))
 
 
 def verify_tree(

@@ -10,8 +10,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from specjax.core.gumbel_max import token_logprobs
-from specjax.core.logsumexp import row_statistics_once
 from specjax.core.noise import Stream, address
 from specjax.core.temperature import parse_temperature
 from specjax.devices.placement import pvary_like
@@ -47,9 +45,12 @@ def walk_tree(tree: Tree, target: LogitRows, max_depth: int, noise_dtype: Any) -
 
     def step(state: _WalkState) -> _WalkState:
         path, depth = state.path, state.path.num_accepted
-        token, logprob, valid = _draw(tree, target, state.node, depth, noise_dtype)
+        at = address(tree.key, tree.position + depth, Stream.TARGET)
+        token, logprob, row = target.row(tree.first_row + state.node + 1).draw(
+            at, parse_temperature(tree.temperature), noise_dtype
+        )
         is_child = (tree.parents == state.node) & ~tree.is_padding & (tree.token_ids == token)
-        descends = valid & jnp.any(is_child)
+        descends = row.valid & jnp.any(is_child)
         child = first_index(is_child)
         path = AcceptedPath(
             nodes=path.nodes.at[depth].set(jnp.where(descends, child, jnp.int32(-1))),
@@ -57,7 +58,7 @@ def walk_tree(tree: Tree, target: LogitRows, max_depth: int, noise_dtype: Any) -
             num_accepted=depth + descends.astype(jnp.int32),
             token=token,
             logprob=logprob,
-            valid=valid,
+            valid=row.valid,
         )
         node = jnp.where(descends, child, state.node)
         return pvary_like(_WalkState(node, descends, path), state)
@@ -74,17 +75,3 @@ def walk_tree(tree: Tree, target: LogitRows, max_depth: int, noise_dtype: Any) -
     )
     start = pvary_like(_WalkState(zero - 1, zero == 0, nothing), tree, target)
     return jax.lax.while_loop(lambda state: state.active, step, start).path
-
-
-def _draw(
-    tree: Tree, target: LogitRows, node: jax.Array, depth: jax.Array, noise_dtype: Any
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns the token drawn after a node, its log p, and whether the row is a distribution."""
-    temperature = parse_temperature(tree.temperature)
-    rows = target.row(tree.first_row + node + 1)
-    partials = rows.partials(temperature.scale)
-    row = row_statistics_once(partials, temperature.scale)
-    at = address(tree.key, tree.position + depth, Stream.TARGET)
-    token = rows.draw(partials, row.normalizer, at, temperature, noise_dtype)
-    logprob = token_logprobs(rows.take(token), row.normalizer, temperature.scale)
-    return token, logprob, row.valid

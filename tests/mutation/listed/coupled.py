@@ -20,7 +20,7 @@ MUTATIONS = (
         "a drafted token is accepted whatever the target draws",
     ),
     Mutation(
-        "specjax.samplers.reference.coupled._draw",
+        "specjax.samplers.reference.coupled.couple_request.judge",
         "Stream.TARGET",
         "Stream.accept(index)",
         coupled_sampling(f"{_TOKENS}[xla]"),

@@ -322,7 +322,7 @@ _KERNELS = (
     Mutation(
         f"{_PALLAS}cutoff.search.search_candidates",
         "MemoryRow(values, row.b, count,",
-        "MemoryRow(values, b, count - 1,",
+        "MemoryRow(values, row.b, count - 1,",
         cutoffs(f"{_NARROW}[interpret-1025-float16]"),
         "the last candidate is not searched",
     ),

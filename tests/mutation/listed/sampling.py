@@ -145,7 +145,7 @@ MUTATIONS = (
         "equal tokens share the worst rank",
     ),
     Mutation(
-        "specjax.devices.rows.WholeRows.take_each",
+        "specjax.devices.rows.LogitRows.take_each",
         "ids < self.vocab_size",
         "ids <= self.vocab_size",
         logprobs("test_masked_tokens_are_not_listed_and_rank_last"),

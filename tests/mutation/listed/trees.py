@@ -73,7 +73,7 @@ MUTATIONS = (
         "an invalid row may lead on to what happens to be drawn from it",
     ),
     Mutation(
-        f"{_TREES}walk._draw",
+        f"{_TREES}walk.walk_tree.step",
         "tree.position + depth, Stream.TARGET",
         "tree.position, Stream.TARGET",
         tree_laws("test_a_walk_is_plain_seeded_decoding"),
