@@ -156,7 +156,7 @@ def list_top_logprobs(
     temperature = jnp.asarray(temperature).reshape(*temperature.shape, *trailing_ones)
     batch = (logits, token_ids, jnp.broadcast_to(temperature, leading), cutoff)
     run = functools.partial(_top_logprobs, n=n, split=split)
-    return map_parts(lambda batch, _: run(*batch), logits, split, [logits])(batch, ())
+    return map_parts(lambda batch: run(*batch), logits, split, [logits])(batch)
 
 
 def empty_logprobs(config: LogprobsConfig | None, shape: tuple[int, ...]) -> TopLogprobs | None:

@@ -1,77 +1,87 @@
 """A call on each device's part of arrays: its requests, and its part of the vocabulary."""
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from specjax.devices.placement import shard_map_batch
+from specjax.devices.placement import batch_axes
 from specjax.devices.vocabulary_split import VocabularySplit
 
 __all__ = ["map_parts", "map_vocabulary"]
 
+_Function = Callable[[Any], Any]
+_Arrays = Sequence[jax.Array | None]
+
 
 def map_parts(
-    function: Callable[[Any, Any], Any],
+    function: _Function,
     leader: jax.Array,
-    split: VocabularySplit | None,
-    over_vocabulary: Sequence[jax.Array | None],
+    split: VocabularySplit | None = None,
+    over_vocabulary: _Arrays = (),
     *,
+    whole: Any = False,
     check_vma: bool = True,
     keeps_vocabulary: bool = False,
-) -> Callable[[Any, Any], Any]:
+) -> _Function:
     """Returns a function of a batch that runs `function` on the part that each device has.
 
-    Where no sharding splits the vocabulary this is `shard_map_batch`, or the function of one row.
+    Where no sharding splits the vocabulary, the batch is divided as explicit mesh axes divide the
+    leader. Without those this is `function`, as it is for one row.
 
     Args:
-      function: of two pytrees of arrays: one with a leading batch axis, and one that every device
-        has of all requests.
+      function: of a pytree of arrays with a leading batch axis, or which every device has whole.
       leader: the array whose leading axis says how a batch of whole rows is sharded.
       split: of the vocabulary, or None.
       over_vocabulary: those of the arrays whose last axis is the vocabulary, or words of it.
+      whole: whether every device has an array of all requests; a bool, or a pytree of bools that
+        is a prefix of the function's.
       check_vma: as in `jax.shard_map`; Pallas' interpreter does not pass its check.
       keeps_vocabulary: whether the result is an array that lies as the leader does, which is one of
         `over_vocabulary`; else arrays with a leading batch axis, equal on all devices of V.
 
     Returns:
-      A function of these two pytrees.
+      A function of this pytree.
     """
-    if split is None or split.mesh is None:
+    if split is not None and split.mesh is not None:
+        mesh, requests, axis = split.mesh, split.requests, split.axis_name
+    elif leader.ndim == 1 and _holds(over_vocabulary, leader):
         # One row has no requests that a mesh could divide.
-        return function if leader.ndim == 1 else shard_map_batch(function, leader, check_vma)
-    mesh, axis = split.mesh, split.axis_name
+        return function
+    else:
+        (mesh, requests), axis = batch_axes(leader), None
+        if mesh is None:
+            return function
 
-    def specs(tree: Any, requests: Any) -> Any:
-        def spec(x: jax.Array) -> PartitionSpec:
-            if not any(x is rows for rows in over_vocabulary):
-                return _leading(requests)
+    def spec(x: jax.Array, is_whole: bool = False) -> PartitionSpec:
+        leading = None if is_whole else requests
+        if axis is not None and _holds(over_vocabulary, x):
             between = (None,) * (x.ndim - 2)
-            return PartitionSpec(*(requests, *between, axis)[-x.ndim :])
+            return PartitionSpec(*(leading, *between, axis)[-x.ndim :])
+        return _leading(leading)
 
-        return jax.tree.map(spec, tree)
-
-    def call(batch: Any, shared: Any) -> Any:
-        arrays, in_specs = (batch, shared), (specs(batch, split.requests), specs(shared, None))
-        out_specs = specs(leader, split.requests) if keeps_vocabulary else _leading(split.requests)
-        mapped = jax.shard_map(
-            function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=check_vma
+    def call(arrays: Any) -> Any:
+        in_specs = jax.tree.map(
+            lambda is_whole, part: jax.tree.map(lambda x: spec(x, is_whole), part), whole, arrays
         )
-        return mapped(*_reshard(arrays, mesh, in_specs))
+        out_specs = spec(leader) if keeps_vocabulary else _leading(requests)
+        mapped = jax.shard_map(
+            function, mesh=mesh, in_specs=(in_specs,), out_specs=out_specs, check_vma=check_vma
+        )
+        return mapped(_reshard(arrays, mesh, in_specs))
 
     return call
 
 
 def map_vocabulary(
-    function: Callable[[Any], Any],
+    function: _Function,
     split: VocabularySplit | None,
-    over_vocabulary: Sequence[jax.Array | None],
+    over_vocabulary: _Arrays,
     *,
     check_vma: bool = True,
-) -> Callable[[Any], Any]:
+) -> _Function:
     """Returns `function`, or one that runs it on each device's part of a vocabulary.
 
     Every device has all requests.
@@ -85,14 +95,12 @@ def map_vocabulary(
     leader = over_vocabulary[0]
     if split is None or split.mesh is None or leader is None:
         return function
-    mapped = map_parts(
-        lambda _, arrays: function(arrays),
-        leader,
-        dataclasses.replace(split, requests=None),
-        over_vocabulary,
-        check_vma=check_vma,
-    )
-    return functools.partial(mapped, None)
+    split = dataclasses.replace(split, requests=None)
+    return map_parts(function, leader, split, over_vocabulary, check_vma=check_vma)
+
+
+def _holds(arrays: _Arrays, x: jax.Array) -> bool:
+    return any(x is each for each in arrays)
 
 
 def _reshard(arrays: Any, mesh: Mesh | AbstractMesh, specs: Any) -> Any:

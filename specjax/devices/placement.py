@@ -11,11 +11,11 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 __all__ = [
     "Placement",
+    "batch_axes",
     "check_unsharded",
     "parse_mesh",
     "pvary_like",
     "replicate",
-    "shard_map_batch",
     "with_auto_axes",
 ]
 
@@ -212,7 +212,7 @@ def _varying(leaf: Any) -> frozenset[str]:
     return jax.typeof(leaf).manual_axis_type.varying
 
 
-def _batch_axes(array: jax.Array) -> tuple[Any, Any]:
+def batch_axes(array: jax.Array) -> tuple[Any, Any]:
     """Returns the mesh and the explicit mesh axes of the leading axis, or None for both."""
     sharding: Any = jax.typeof(array).sharding
     mesh, spec = sharding.mesh, sharding.spec
@@ -221,41 +221,9 @@ def _batch_axes(array: jax.Array) -> tuple[Any, Any]:
     return mesh, spec[0] if len(spec) else None
 
 
-def shard_map_batch(
-    function: Callable[[Any, Any], Any], leader: jax.Array, check_vma: bool = True
-) -> Callable[[Any, Any], Any]:
-    """Returns `function`, or one that runs it on each shard of a batch with explicit mesh axes.
-
-    Args:
-      function: of two pytrees of arrays: one with a leading batch axis, and one that every shard
-        needs whole. Returns arrays with a leading batch axis.
-      leader: the array whose leading axis says how the batch is sharded.
-      check_vma: as in `jax.shard_map`; Pallas' interpreter does not pass its check.
-
-    Returns:
-      A function of these two pytrees. Its results are sharded like the leader's leading axis.
-    """
-    mesh, axes = _batch_axes(leader)
-    if mesh is None:
-        return function
-    split, whole = PartitionSpec(axes), PartitionSpec()
-    mapped = jax.shard_map(
-        function, mesh=mesh, in_specs=(split, whole), out_specs=split, check_vma=check_vma
-    )
-
-    def reshard_and_call(batch: Any, shared: Any) -> Any:
-        # Named with their mesh: outside `jax.set_mesh` a specification alone says no place.
-        by_request, everywhere = (NamedSharding(mesh, spec) for spec in (split, whole))
-        batch = jax.tree.map(lambda x: jax.sharding.reshard(x, by_request), batch)
-        shared = jax.tree.map(lambda x: jax.sharding.reshard(x, everywhere), shared)
-        return mapped(batch, shared)
-
-    return reshard_and_call
-
-
 def check_unsharded(name: str, array: Any) -> None:
     """Raises `ValueError` for an array whose leading axis is split over explicit mesh axes."""
-    _, axes = _batch_axes(array)
+    _, axes = batch_axes(array)
     if axes is not None:
         raise ValueError(
             f"{name} is sharded over mesh axis {axes!r} along its rows; the ragged form takes all "

@@ -139,7 +139,7 @@ def find_cutoff(
     batch = _once_per_row(logits, temperature, filters)
     run = functools.partial(cutoff_shard, implementation=implementation, split=split)
     check_vma = not implementation.interpret
-    return map_parts(run, logits, split, [logits], check_vma=check_vma)(batch, None)
+    return map_parts(run, logits, split, [logits], check_vma=check_vma)(batch)
 
 
 def _once_per_row(logits: jax.Array, temperature: jax.Array, filters: Filters) -> _Batch:
@@ -154,7 +154,6 @@ def _once_per_row(logits: jax.Array, temperature: jax.Array, filters: Filters) -
 
 def cutoff_shard(
     batch: _Batch,
-    shared: None,
     *,
     implementation: Implementation,
     split: VocabularySplit | None = None,
@@ -163,7 +162,6 @@ def cutoff_shard(
 
     Args:
       batch: logits [..., V], and temperatures and filters [...].
-      shared: None, because no array is needed whole.
       implementation: a resolved one.
       split: of the vocabulary over devices, or None.
 

@@ -46,30 +46,25 @@ def apply_rules(logits: jax.Array, rules: SamplingParams, context: RowContext) -
     """Returns processed logits of raw ones [B, R, V] or [B, V]: `process_logits` unchecked."""
     rows = logits[:, None] if logits.ndim == 2 else logits
     grammar, rules = rules.grammar, rules._replace(grammar=None, grammar_state=None)
-    is_shared = [
-        rule is not None and rule.ndim == FIELDS[name].rank
-        for name, rule in rules._asdict().items()
-    ]
-    shared = [rule if yes else None for rule, yes in zip(rules, is_shared, strict=True)]
-    per_request = [None if yes else rule for rule, yes in zip(rules, is_shared, strict=True)]
-    history, drafted, first_row, columns, token_map, split = context
-
-    def process(batch: Any, whole: Any) -> jax.Array:
-        logits, per_request, history, drafted, columns = batch
-        shared, first_row, grammar, token_map = whole
-        rules = SamplingParams(
-            *(y if x is None else x for x, y in zip(shared, per_request, strict=True))
+    is_shared = SamplingParams(
+        *(
+            rule is not None and rule.ndim == FIELDS[name].rank
+            for name, rule in rules._asdict().items()
         )
-        rules = rules._replace(grammar=grammar)
-        context = RowContext(history, drafted, first_row, columns, token_map, split)
-        return _process(logits, rules, context)
-
-    batch = (rows, per_request, history, drafted, columns)
-    whole = (shared, first_row, grammar, token_map)
-    counts = () if history.counts is None else history.counts
+    )
+    whole_of_context = (name in ("first_row", "token_map") for name in RowContext._fields)
+    whole = (False, is_shared._replace(grammar=True), *whole_of_context)
+    counts = context.history.counts or ()
     over_vocabulary = (rows, rules.bias, rules.allowed, *counts)
-    mapped = map_parts(process, rows, split, over_vocabulary, keeps_vocabulary=True)
-    processed: jax.Array = mapped(batch, whole)
+
+    def process(batch: Any) -> jax.Array:
+        logits, rules, *context = batch
+        return _process(logits, rules, RowContext(*context))
+
+    mapped = map_parts(
+        process, rows, context.split, over_vocabulary, whole=whole, keeps_vocabulary=True
+    )
+    processed: jax.Array = mapped((rows, rules._replace(grammar=grammar), *context))
     return processed.reshape(logits.shape)
 
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from specjax.checks import as_array, check_count, check_type, parse_array
 from specjax.devices.map_parts import map_parts
-from specjax.devices.placement import pvary_like, shard_map_batch
+from specjax.devices.placement import pvary_like
 from specjax.devices.rows import logit_rows
 from specjax.devices.vocabulary_split import VocabularySplit, parse_split
 
@@ -84,7 +84,7 @@ def count_committed(
 ) -> TokenCounts:
     """Returns what `count_tokens` returns, of checked arrays."""
 
-    def count(batch: Any, _: Any) -> TokenCounts:
+    def count(batch: Any) -> TokenCounts:
         token_ids, lengths, prompt_lengths = batch
         index = jnp.arange(token_ids.shape[1], dtype=jnp.int32)[None]
         inside = (index < lengths[:, None]) & (token_ids >= 0)
@@ -102,7 +102,7 @@ def count_committed(
             zeros[1].at[rows, ids_where(in_prompt)].set(True, mode="drop"),
         )
 
-    return shard_map_batch(count, token_ids)((token_ids, lengths, prompt_lengths), ())
+    return map_parts(count, token_ids)((token_ids, lengths, prompt_lengths))
 
 
 def update_counts(counts: TokenCounts, token_ids: jax.Array, num_tokens: jax.Array) -> TokenCounts:
@@ -147,7 +147,7 @@ def add_to_counts(
 ) -> TokenCounts:
     """Returns what `update_counts` returns, of checked arrays."""
 
-    def add(batch: Any, _: Any) -> jax.Array:
+    def add(batch: Any) -> jax.Array:
         generated, token_ids, num_tokens = batch
         vocab_size = generated.shape[1]
         token_ids = logit_rows(generated, split).offsets(token_ids)
@@ -159,7 +159,7 @@ def add_to_counts(
 
     rows = counts.generated
     mapped = map_parts(add, rows, split, [rows], keeps_vocabulary=True)
-    return counts._replace(generated=mapped((rows, token_ids, num_tokens), ()))
+    return counts._replace(generated=mapped((rows, token_ids, num_tokens)))
 
 
 _add_at_once = functools.partial(jax.jit, static_argnames="split")(add_to_counts)

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +21,6 @@ from specjax.samplers.split_kernels import may_run_kernels, missing_of_verificat
 from specjax.types import Verification
 
 __all__ = [
-    "SharedArrays",
     "empty_verification",
     "key_words_per_request",
     "once_per_request",
@@ -31,18 +29,6 @@ __all__ = [
     "verify_ragged",
     "verify_shard",
 ]
-
-
-class SharedArrays(NamedTuple):
-    """What every shard of a batch needs whole.
-
-    Attributes:
-      draft_logits: of all shards, where `draft_rows` may name any; else None.
-      draft_ids: as in `VerifyArrays`.
-    """
-
-    draft_logits: jax.Array | None = None
-    draft_ids: jax.Array | None = None
 
 
 def key_words_per_request(keys: jax.Array, size: int) -> jax.Array:
@@ -68,28 +54,24 @@ def once_per_request(arrays: VerifyArrays, size: int, max_draft_tokens: int) -> 
     )
 
 
-def verify_shard(
-    arrays: VerifyArrays, shared: SharedArrays, *, options: CallOptions
-) -> Verification:
+def verify_shard(arrays: VerifyArrays, *, options: CallOptions) -> Verification:
     """Verifies a padded batch, or one shard of it; neither checks nor shards.
 
     Args:
-      arrays: from `once_per_request`.
-      shared: arrays that stand in `arrays` where the batch is not sharded; else None there.
+      arrays: from `once_per_request`. Where the batch is sharded, every shard has `draft_ids`
+        whole, and `draft_logits` too if there are `draft_rows`.
       options: static.
 
     Returns:
       `Verification`.
     """
     # Inside shard_map a scalar default varies over no axis; a request varies as a whole.
-    arrays, shared = pvary_like((arrays, shared), arrays, shared, without=options.axis_name)
-    target, cutoff = arrays.target_logits, arrays.target_cutoff
-    draft = arrays.draft_logits if shared.draft_logits is None else shared.draft_logits
+    arrays = pvary_like(arrays, arrays, without=options.axis_name)
+    target, cutoff, draft = arrays.target_logits, arrays.target_cutoff, arrays.draft_logits
     arrays = arrays._replace(
         target_logits=target.reshape(-1, target.shape[2]),
         target_cutoff=None if cutoff is None else cutoff.reshape(-1),
         draft_logits=None if draft is None else draft.reshape(-1, draft.shape[2]),
-        draft_ids=arrays.draft_ids if shared.draft_ids is None else shared.draft_ids,
     )
     return _verifier(arrays, options)(arrays)
 
@@ -121,7 +103,7 @@ def verify_over_mesh(
     arrays = arrays._replace(target_logits=rows.logits, draft_logits=rows.fit(arrays.draft_logits))
     options = dataclasses.replace(options, split=rows.split)
     arrays = once_per_request(arrays, size, num_rows - 1)
-    run = functools.partial(verify_shard, shared=SharedArrays(), options=options)
+    run = functools.partial(verify_shard, options=options)
     if arrays.draft_rows is not None:
         # A row may be any request's.
         return run(arrays)

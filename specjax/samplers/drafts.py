@@ -8,7 +8,7 @@ import numpy as np
 
 from specjax.checks import as_array, check_shape, parse_array
 from specjax.core.acceptance import num_valid_drafts
-from specjax.devices.placement import shard_map_batch
+from specjax.devices.map_parts import map_parts
 from specjax.types import Draft
 
 __all__ = ["draft_from_probs", "gather_drafts"]
@@ -52,9 +52,8 @@ def gather_drafts(
     # What is not per request does not move.
     without_logits = cache.replace(logits=None, token_map=None)
 
-    def align(batch: Any, shared: Any) -> Draft:
-        request_ids, num_tokens = batch
-        cache, cached_request_ids = shared
+    def align(arrays: Any) -> Draft:
+        request_ids, num_tokens, cache, cached_request_ids = arrays
         matches = request_ids[:, None] == cached_request_ids[None]
         matches &= (cached_request_ids >= 0)[None]
         slot = jnp.argmax(matches, axis=1).astype(jnp.int32)
@@ -65,8 +64,8 @@ def gather_drafts(
         rows = slot if aligned.rows is None else aligned.rows
         return aligned.replace(num_tokens=jnp.where(num_tokens < 0, -1, num_drafted), rows=rows)
 
-    shared = (without_logits, cached_request_ids)
-    draft: Draft = shard_map_batch(align, request_ids)((request_ids, num_tokens), shared)
+    align_parts = map_parts(align, request_ids, whole=(False, False, True, True))
+    draft: Draft = align_parts((request_ids, num_tokens, without_logits, cached_request_ids))
     if cache.logits is None:
         return draft.replace(rows=None)
     return draft.replace(logits=cache.logits, token_map=cache.token_map)

@@ -116,14 +116,14 @@ def sample_batch(arrays: SampleArrays, *, options: CallOptions) -> Sample:
     placement = options.placement
     if placement is None:
         rows = arrays.logits
-        return map_parts(run, rows, options.split, [rows], check_vma=check_vma)(arrays, None)
+        return map_parts(run, rows, options.split, [rows], check_vma=check_vma)(arrays)
     # Each device draws for its own requests: GSPMD would bring a kernel all rows.
     requests = placement.spec()
     mapped = placement.map(run, (requests,), requests, check_vma)
     return jax.tree.map(lambda x: x[:size], mapped(jax.tree.map(placement.pad, arrays)))
 
 
-def sample_shard(arrays: SampleArrays, shared: None = None, *, options: CallOptions) -> Sample:
+def sample_shard(arrays: SampleArrays, *, options: CallOptions) -> Sample:
     """Draws a token for each row of a batch, or of one shard of it; neither checks nor shards.
 
     Args:

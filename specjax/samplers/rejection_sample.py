@@ -33,7 +33,6 @@ from specjax.devices.map_parts import map_parts
 from specjax.devices.placement import check_unsharded
 from specjax.devices.vocabulary_split import parse_split
 from specjax.samplers.batch import (
-    SharedArrays,
     empty_verification,
     once_per_request,
     resize_tokens,
@@ -216,14 +215,13 @@ def run_verification(arrays: VerifyArrays, *, options: CallOptions) -> Verificat
     if cumulative is not None:
         return resize_tokens(verify_ragged(arrays, options=options), num_rows)
     rows = (arrays.target_logits, arrays.draft_logits)
-    arrays, shared = arrays._replace(draft_ids=None), SharedArrays(draft_ids=arrays.draft_ids)
-    if arrays.draft_rows is not None:
-        # A row may lie on any shard, so that every shard gets all of them.
-        shared = shared._replace(draft_logits=arrays.draft_logits)
-        arrays = arrays._replace(draft_logits=None)
+    # A row that `draft_rows` names may lie on any shard, so that every shard gets all of them.
+    is_whole = {"draft_ids": True, "draft_logits": arrays.draft_rows is not None}
+    whole = VerifyArrays(*(is_whole.get(name, False) for name in VerifyArrays._fields))
     run = functools.partial(verify_shard, options=options)
     check_vma = not options.implementation.interpret
-    return map_parts(run, rows[0], options.split, rows, check_vma=check_vma)(arrays, shared)
+    mapped = map_parts(run, rows[0], options.split, rows, whole=whole, check_vma=check_vma)
+    return mapped(arrays)
 
 
 def verify_draft(arrays: VerifyArrays, *, options: CallOptions) -> Verification:
@@ -238,4 +236,4 @@ def verify_draft(arrays: VerifyArrays, *, options: CallOptions) -> Verification:
     """
     size, num_rows = arrays.target_logits.shape[:2]
     arrays = once_per_request(arrays, size, num_rows - 1)
-    return verify_shard(arrays, SharedArrays(), options=options)
+    return verify_shard(arrays, options=options)

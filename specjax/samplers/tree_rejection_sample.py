@@ -17,7 +17,7 @@ from specjax.checks import (
     parse_array,
     parse_optional,
 )
-from specjax.devices.placement import shard_map_batch
+from specjax.devices.map_parts import map_parts
 from specjax.implementation import Implementation, resolve_implementation
 from specjax.samplers.batch import key_words_per_request
 from specjax.samplers.trees.tree import MAX_DEPTH
@@ -175,4 +175,4 @@ def _tree_rejection_sample(
         draft_temperature=draft_temperature,
     )
     run = functools.partial(verify_trees, max_depth=max_depth, options=options)
-    return shard_map_batch(run, arrays.target_logits)(arrays, None)
+    return map_parts(run, arrays.target_logits)(arrays)

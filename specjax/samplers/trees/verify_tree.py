@@ -53,14 +53,11 @@ class TreeArrays(NamedTuple):
     temperature: Any
 
 
-def verify_trees(
-    arrays: TreeArrays, shared: None = None, *, max_depth: int, options: CallOptions
-) -> TreeVerification:
+def verify_trees(arrays: TreeArrays, *, max_depth: int, options: CallOptions) -> TreeVerification:
     """Verifies a batch, or one shard of it; neither checks nor shards.
 
     Args:
       arrays: every option once per request, keys as words; N >= 1.
-      shared: None: no array is replicated.
       max_depth: D.
       options: static.
     """
