@@ -5,15 +5,26 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
+from specjax.core.noise import SAMPLING_BLOCK
 from specjax.implementation import Implementation
 from specjax.types import Draft, RaggedDraft
 
-__all__ = ["VocabularySplit", "axis_of", "keep_split", "parse_split", "plain_if_split"]
+__all__ = [
+    "VocabularySplit",
+    "axis_of",
+    "keep_split",
+    "parse_split",
+    "plain_if_split",
+    "why_no_kernels",
+]
 
 # A block of 128 tokens lies on two devices at most.
 _MIN_WIDTH = 128
+# Ids travel between devices as float32, which is exact up to here.
+_MAX_TOKENS = 2**24
 
 
 @jax.tree_util.register_static
@@ -67,6 +78,32 @@ def keep_split(
 def plain_if_split(implementation: Implementation, split: VocabularySplit | None) -> Implementation:
     """Returns the implementation of a call that has no kernels for parts of rows."""
     return implementation if split is None else Implementation("xla")
+
+
+def why_no_kernels(
+    split: VocabularySplit | None, width: int, noise_dtype: Any, missing: str | None
+) -> str | None:
+    """Says what the kernels do not do over devices; None where they do it, or rows are whole.
+
+    Args:
+      split: of the vocabulary, or None.
+      width: the tokens of a row that a device holds.
+      noise_dtype: float32 or float64.
+      missing: what the kernels lack for a call of any split vocabulary, or None.
+    """
+    if split is None:
+        return None
+    if missing is not None:
+        return missing
+    size = jax.lax.axis_size(split.axis_name)
+    if jnp.dtype(noise_dtype) != jnp.float32:
+        return "draw with float32 noise alone"
+    if width % SAMPLING_BLOCK or width * size > _MAX_TOKENS:
+        return (
+            f"read a vocabulary that lies there in multiples of {SAMPLING_BLOCK} tokens, "
+            f"{_MAX_TOKENS} at most in all; this one lies on {size} in parts of {width}"
+        )
+    return None
 
 
 def parse_split(

@@ -124,7 +124,7 @@ def _draw_row(
         log_sum = jnp.where(statistics.valid, statistics.normalizer.log_sum, jnp.nan)
         normalizer = statistics.normalizer._replace(log_sum=log_sum)
         row = request.row(i, normalizer)
-        return normalizer, *draw_row_token(row, blocks, greedy, lambda: noise)
+        return normalizer, *draw_row_token(row, blocks, greedy, noise)
 
     def take_argmax() -> tuple[LogNormalizer, jax.Array, jax.Array]:
         normalizer, token = load_maxima(partials, index)

@@ -192,7 +192,7 @@ def exclude_token(
 
 
 def draw_row_token(
-    row: SamplingRow, blocks: MaxSum, greedy: jax.Array, make_noise: Callable[[], BlockNoise]
+    row: SamplingRow, blocks: MaxSum, greedy: jax.Array, noise: BlockNoise
 ) -> tuple[jax.Array, jax.Array]:
     """Draws a token from a row, or takes the row's argmax where it is greedy.
 
@@ -200,7 +200,7 @@ def draw_row_token(
       row: the row.
       blocks: partials of its blocks, f32[N].
       greedy: bool.
-      make_noise: returns the noise of the draw among these blocks.
+      noise: of the draw among these blocks.
 
     Returns:
       The token i32 and its kept logit f32.
@@ -214,7 +214,7 @@ def draw_row_token(
 
     def draw_random() -> tuple[jax.Array, jax.Array]:
         log_masses = block_logprobs(blocks, row.normalizer, row.scale)
-        draw = draw_token(row, log_masses, make_noise(), lambda _, logprobs: logprobs)
+        draw = draw_token(row, log_masses, noise, lambda _, logprobs: logprobs)
         return draw.token, draw.logit
 
     return jax.lax.cond(greedy, take_argmax, draw_random)

@@ -62,7 +62,7 @@ def reduce_rows(
     num_splits, num_blocks = 0, num_padded_blocks(vocab_size)
     if every_row_draws:
         num_splits = schedule.config.noise_splits(num_rows, num_blocks)
-    is_split = schedule.options.split is not None
+    is_split = arrays.first_token is not None
     triggers = every_row_draws and schedule.options.implementation.device_facts().supports_pdl
     return schedule.launch(
         verify_reduce_kernel,

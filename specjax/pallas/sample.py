@@ -7,6 +7,7 @@ No row is reduced twice, and none is copied.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -43,8 +44,8 @@ from specjax.types import Sample
 __all__ = [
     "DrawOperands",
     "DrawnRow",
+    "launch_draw",
     "load_row",
-    "reduce_rows",
     "sample_draw_kernel",
     "sample_reduce_kernel",
     "sample_rows",
@@ -82,23 +83,30 @@ def sample_rows(arrays: SampleArrays, options: CallOptions) -> Sample:
     Returns:
       `Sample`.
     """
-    num_rows, config = arrays.logits.shape[0], options.implementation.config(KernelConfig)
-    noise_dtype, interpret = options.noise_dtype, options.implementation.interpret
+    rows = arrays.logits.shape[:1]
+    sample = Sample(output(rows, jnp.int32), output(rows), output(rows))
+    return launch_draw(sample_draw_kernel, arrays, sample, options)
+
+
+def launch_draw(
+    kernel: Callable[..., None], arrays: SampleArrays, outputs: Any, options: CallOptions
+) -> Any:
+    """Launches a kernel of one program per row after the reduction, and returns its outputs."""
     return launch(
-        functools.partial(sample_draw_kernel, noise_dtype=noise_dtype, interpret=interpret),
-        (arrays, reduce_rows(arrays, options)),
-        Sample(output((num_rows,), jnp.int32), output((num_rows,)), output((num_rows,))),
-        num_programs=num_rows,
-        num_warps=config.num_draw_warps,
-        interpret=interpret,
+        functools.partial(kernel, options=options),
+        (arrays, _reduce_rows(arrays, options)),
+        outputs,
+        num_programs=arrays.logits.shape[0],
+        num_warps=options.implementation.config(KernelConfig).num_draw_warps,
+        interpret=options.implementation.interpret,
     )
 
 
-def reduce_rows(arrays: SampleArrays, options: CallOptions) -> _Reduced:
+def _reduce_rows(arrays: SampleArrays, options: CallOptions) -> _Reduced:
     """Launches the reduction of rows, and returns the partials and Gumbels."""
     num_rows, vocab_size = arrays.logits.shape
     config = options.implementation.config(KernelConfig)
-    noise_dtype, interpret = options.noise_dtype, options.implementation.interpret
+    interpret = options.implementation.interpret
     tile = config.reduce_tile(num_rows, vocab_size)
     num_tiles, num_blocks = tile.num_tiles(vocab_size), num_padded_blocks(vocab_size)
     num_splits = config.noise_splits(num_rows, num_blocks)
@@ -109,7 +117,7 @@ def reduce_rows(arrays: SampleArrays, options: CallOptions) -> _Reduced:
         arrays,
         _Reduced(
             partials_shape(num_rows, vocab_size, tile, has_tiles=False),
-            output((num_rows, num_blocks), noise_dtype) if num_splits else None,
+            output((num_rows, num_blocks), options.noise_dtype) if num_splits else None,
         ),
         num_programs=num_rows * (num_splits + num_tiles),
         num_warps=tile.num_warps,
@@ -159,9 +167,7 @@ def sample_reduce_kernel(
             plgpu.store(out.gumbels.at[b, block], noise.gumbels)
 
 
-def sample_draw_kernel(
-    operands: DrawOperands, out: Sample, *, noise_dtype: Any, interpret: bool
-) -> None:
+def sample_draw_kernel(operands: DrawOperands, out: Sample, *, options: CallOptions) -> None:
     """Writes one token of a row, drawn by two-level Gumbel-max, its log p and the row's logsumexp.
 
     Formula: block = argmax_i (log mass_i + g_i), token = argmax_{j in block} (log p_j + g_j); the
@@ -175,9 +181,9 @@ def sample_draw_kernel(
     Reference: Maddison et al., 2014, arXiv:1411.0030: Gumbel-max, and the maximum of a block.
     """
     b = pl.program_id(0)
-    row, blocks, noise, temperature, statistics = load_row(operands, b, noise_dtype, interpret)
+    row, blocks, noise, temperature, statistics = load_row(operands, b, options)
     normalizer = statistics.normalizer
-    token, logit = draw_row_token(row, blocks, temperature.greedy, lambda: noise)
+    token, logit = draw_row_token(row, blocks, temperature.greedy, noise)
     logprob = token_logprobs(logit, normalizer, temperature.scale)
     valid = temperature.valid & statistics.valid
     out.token_ids[b] = jnp.where(valid, token, jnp.int32(-1))
@@ -185,17 +191,18 @@ def sample_draw_kernel(
     out.logsumexp[b] = row_logsumexp(normalizer, temperature.scale)
 
 
-def load_row(operands: DrawOperands, b: jax.Array, noise_dtype: Any, interpret: bool) -> DrawnRow:
+def load_row(operands: DrawOperands, b: jax.Array, options: CallOptions) -> DrawnRow:
     """Loads the inputs of row b's draw; makes its noise if the reduction made none."""
     arrays, reduced = operands
     cutoff = _load_optional(arrays.cutoff, b)
     blocks = load_blocks(reduced.partials, b, arrays.logits.shape[1])
-    threefry, first = make_threefry(interpret), _first_block(arrays)
+    threefry = make_threefry(options.implementation.interpret)
+    first = _first_block(arrays)
     first_block = jnp.int32(0) if first is None else first
     draw_address = _address(arrays, b, threefry)
     if reduced.gumbels is None:
         num_blocks = num_padded_blocks(arrays.logits.shape[1])
-        noise = draw_noise(draw_address, first_block, num_blocks, noise_dtype, threefry)
+        noise = draw_noise(draw_address, first_block, num_blocks, options.noise_dtype, threefry)
     else:
         gumbels = load_padded(reduced.gumbels, b, 0)
         noise = BlockNoise(draw_address, first_block, gumbels, threefry)

@@ -56,19 +56,21 @@ def verify_rows(arrays: VerifyArrays, options: CallOptions) -> Verification:
     unflattened, arrays = arrays, _flatten_drafts(arrays)
     schedule = Schedule(num_requests, options, config.target_tile(num_requests, vocab_size))
     # Without drafts every method draws from the first row, by those launches.
+    split = options.split
     if options.rule == COUPLED and options.max_draft_tokens:
-        if options.split is not None:
-            samples = target_samples(unflattened, options.max_draft_tokens)
-            return compare_draws(unflattened, sample_split(samples, options), options)
-        return verify_coupled(arrays, schedule)
+        if split is None:
+            return verify_coupled(arrays, schedule)
+        samples = target_samples(unflattened, options.max_draft_tokens)
+        return compare_draws(unflattened, sample_split(samples, options, split), options)
     has_statistics = arrays.draft_logprobs is not None and arrays.draft_logsumexp is not None
     if arrays.draft_logits is not None and not has_statistics:
         tile = config.reduce_tile(
             num_requests * options.max_draft_tokens, arrays.draft_logits.shape[1]
         )
         arrays = add_draft_statistics(arrays, schedule._replace(tile=tile))
-    if options.split is not None:
-        return verify_split(arrays, schedule, config.split_residual_tile(num_requests, vocab_size))
+    if split is not None:
+        tile = config.split_residual_tile(num_requests, vocab_size)
+        return verify_split(arrays, schedule, split, tile)
     if options.rule == BLOCK and arrays.draft_logits is not None:
         return verify_block(arrays, schedule, config.block_residual_tile(num_requests, vocab_size))
     rows: ReducedRows | VerifiedRows

@@ -19,8 +19,7 @@ One public call is one file. Code that is inside a program already calls functio
 check: `verify_draft` and `sample_batch`. `gather_drafts` brings drafts to another batch, for a loop
 of your own. Open `rejection_sample` first.
 
-`reference/` holds all rules in plain JAX, `trees/` verifies drafted trees, and `split_kernels` says
-which calls over devices the kernels serve.
+`reference/` holds all rules in plain JAX, and `trees/` verifies drafted trees.
 
 Letters: `B` requests, `K` drafted tokens, `V` vocabulary, `N` drafted tokens of a ragged batch.
 """

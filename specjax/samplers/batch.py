@@ -10,19 +10,20 @@ from jax.sharding import PartitionSpec
 
 from specjax.call_arrays import CallOptions, VerifyArrays
 from specjax.core.noise import fold_in_rows
+from specjax.core.rule import BLOCK, COUPLED
 from specjax.core.token_map import invert_token_map
 from specjax.devices.map_parts import map_vocabulary
 from specjax.devices.placement import Placement, pvary_like
 from specjax.devices.rows import logit_rows
-from specjax.devices.vocabulary_split import VocabularySplit
+from specjax.devices.vocabulary_split import VocabularySplit, why_no_kernels
 from specjax.implementation import choose_implementation, is_for_cpu_alone
 from specjax.samplers.reference.verify import verify_batch
-from specjax.samplers.split_kernels import may_run_kernels, missing_of_verification
 from specjax.types import Verification
 
 __all__ = [
     "empty_verification",
     "key_words_per_request",
+    "may_run_kernels",
     "once_per_request",
     "resize_tokens",
     "verify_over_mesh",
@@ -134,7 +135,7 @@ def _reads_parts(arrays: VerifyArrays, vocab_size: int, options: CallOptions) ->
     # Columns past V are cut: a draft that has some needs its `logsumexp`.
     width = 0 if arrays.draft_logits is None else arrays.draft_logits.shape[-1]
     is_alike = width <= vocab_size or arrays.draft_logsumexp is not None
-    missing = missing_of_verification(arrays, options)
+    missing = _missing_of_verification(arrays, options)
     by_name = options.implementation.name in ("triton", "interpret")
     return is_plain and is_alike and not (by_name and missing)
 
@@ -162,7 +163,7 @@ def verify_ragged(arrays: VerifyArrays, *, options: CallOptions) -> Verification
 def _verifier(arrays: VerifyArrays, options: CallOptions) -> Callable[[VerifyArrays], Verification]:
     """Returns the function that verifies flat rows: the reference or the kernels."""
     cpu_alone = is_for_cpu_alone(options.implementation)
-    missing = missing_of_verification(arrays, options)
+    missing = _missing_of_verification(arrays, options)
     if not may_run_kernels(options, arrays.target_logits.shape[1], missing):
         return functools.partial(_verify_by_reference, options=options, cpu_alone=cpu_alone)
     from specjax.pallas.verify import verify_rows
@@ -172,6 +173,43 @@ def _verifier(arrays: VerifyArrays, options: CallOptions) -> Callable[[VerifyArr
     reference = functools.partial(_verify_by_reference, options=options, cpu_alone=cpu_alone)
     kernels = functools.partial(verify_rows, options=options)
     return choose_implementation(options.implementation, reference, kernels)
+
+
+def may_run_kernels(options: CallOptions, width: int, missing: str | None = None) -> bool:
+    """Returns whether a call may run on the kernels; a name that they cannot follow is refused.
+
+    Args:
+      options: of the call.
+      width: the tokens of a row that a device holds.
+      missing: what the kernels lack for this call where a vocabulary is split, or None.
+
+    Raises:
+      ValueError: for kernels by name that do not read the call's split vocabulary.
+    """
+    name = options.implementation.name
+    if name == "xla":
+        return False
+    reason = why_no_kernels(options.split, width, options.noise_dtype, missing)
+    if reason is not None and name != "auto":
+        raise ValueError(
+            f"implementation={name!r} names the kernels, which over devices of axis "
+            f"{options.axis_name!r} {reason}; use None or 'xla'."
+        )
+    return reason is None
+
+
+def _missing_of_verification(arrays: VerifyArrays, options: CallOptions) -> str | None:
+    """Says what the kernels lack to verify a split vocabulary; None where they lack nothing."""
+    if options.max_draft_tokens == 0:
+        return None
+    if options.rule == BLOCK and arrays.draft_logits is not None:
+        return "do not verify blocks"
+    if options.rule == COUPLED:
+        return None if arrays.bonus_token_ids is None else "take no bonus_token_ids"
+    has_statistics = arrays.draft_logprobs is not None and arrays.draft_logsumexp is not None
+    if arrays.draft_logits is not None and not has_statistics:
+        return "need draft.logprobs and draft.logsumexp with draft.logits"
+    return None
 
 
 def _verify_by_reference(

@@ -21,8 +21,7 @@ from specjax.devices.placement import pvary_like
 from specjax.devices.rows import LogitRows, logit_rows
 from specjax.devices.vocabulary_split import parse_split
 from specjax.implementation import choose_implementation
-from specjax.samplers.batch import key_words_per_request
-from specjax.samplers.split_kernels import may_run_kernels
+from specjax.samplers.batch import key_words_per_request, may_run_kernels
 from specjax.types import Sample
 
 __all__ = ["gumbel_sample", "sample_batch", "sample_shard"]
@@ -145,8 +144,7 @@ def _sampler(width: int, options: CallOptions) -> Callable[[SampleArrays], Sampl
         return reference
     from specjax.pallas.split.sample import choose_sampler
 
-    kernels = functools.partial(choose_sampler(options), options=options)
-    return choose_implementation(options.implementation, reference, kernels)
+    return choose_implementation(options.implementation, reference, choose_sampler(options))
 
 
 def _sample_by_reference(arrays: SampleArrays, options: CallOptions) -> Sample:

@@ -78,10 +78,8 @@ CHOOSE_KERNELS = (
 # rows and their parts are made, and what chooses kernels for them.
 MAY_ASK_FOR_A_SPLIT = (
     "specjax.devices",
-    "specjax.pallas.reduce_rows",
-    "specjax.pallas.split",
+    "specjax.pallas.split.sample",
     "specjax.pallas.verify",
-    "specjax.samplers.split_kernels",
 )
 # What stands on the library: it may import what extras install, and the library never imports it.
 ON_THE_LIBRARY = ("models", "contrib", "cli")

@@ -12,7 +12,7 @@ References:
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,11 +32,11 @@ from specjax.core.noise import Stream
 from specjax.core.subnormal import flush_subnormals
 from specjax.core.temperature import parse_temperature
 from specjax.devices.placement import pvary_like
+from specjax.devices.vocabulary_split import VocabularySplit
 from specjax.pallas.blocks import block_argmax
 from specjax.pallas.gumbel_max import Draw, draw_token
-from specjax.pallas.kernel_config import KernelConfig
-from specjax.pallas.launch import launch, output
-from specjax.pallas.sample import DrawOperands, load_row, reduce_rows, sample_rows
+from specjax.pallas.launch import output
+from specjax.pallas.sample import DrawOperands, launch_draw, load_row, sample_rows
 from specjax.pallas.split.shared_rows import first_token_of
 from specjax.types import Sample, Verification
 
@@ -48,52 +48,36 @@ __all__ = [
     "target_samples",
 ]
 
+# A device's proposal for a row, f32[5]: its (m, l), and a token, its logit and score.
 _MAX, _SUM, _TOKEN, _LOGIT, _SCORE = range(5)
 
 
-class _Proposals(NamedTuple):
-    """A device's proposals for rows, f32[R, 5]: its (m, l), and a token, its logit and score."""
-
-    values: Any
-
-
-def choose_sampler(options: CallOptions) -> Callable[..., Sample]:
+def choose_sampler(options: CallOptions) -> Callable[[SampleArrays], Sample]:
     """Returns the function that draws from whole rows, or from those of a split vocabulary."""
-    return sample_rows if options.split is None else sample_split
+    if options.split is None:
+        return functools.partial(sample_rows, options=options)
+    return functools.partial(sample_split, options=options, split=options.split)
 
 
-def sample_split(arrays: SampleArrays, options: CallOptions) -> Sample:
+def sample_split(arrays: SampleArrays, options: CallOptions, split: VocabularySplit) -> Sample:
     """Draws one token per row of a vocabulary that lies over a mesh axis.
 
     Args:
       arrays: this device's columns; one key, position, stream, temperature and cutoff per row.
       options: static.
+      split: of the vocabulary.
     """
-    split = options.split
-    assert split is not None
     num_rows, width = arrays.logits.shape
     own = arrays._replace(first_token=first_token_of(width, split))
     # All operands of a kernel must vary over the same axes.
     own = pvary_like(own, own)
-    proposals = launch(
-        functools.partial(
-            split_sample_kernel,
-            noise_dtype=options.noise_dtype,
-            interpret=options.implementation.interpret,
-        ),
-        (own, reduce_rows(own, options)),
-        _Proposals(output((num_rows, len((_MAX, _SUM, _TOKEN, _LOGIT, _SCORE))))),
-        num_programs=num_rows,
-        num_warps=options.implementation.config(KernelConfig).num_draw_warps,
-        interpret=options.implementation.interpret,
-    )
-    gathered = jax.lax.all_gather(proposals.values, split.axis_name, to="invarying")
+    values = output((num_rows, len((_MAX, _SUM, _TOKEN, _LOGIT, _SCORE))))
+    proposals = launch_draw(split_sample_kernel, own, values, options)
+    gathered = jax.lax.all_gather(proposals, split.axis_name, to="invarying")
     return _choose(gathered, arrays.temperature)
 
 
-def split_sample_kernel(
-    operands: DrawOperands, out: _Proposals, *, noise_dtype: Any, interpret: bool
-) -> None:
+def split_sample_kernel(operands: DrawOperands, out: Any, *, options: CallOptions) -> None:
     """Writes a token of this device's share of a row, drawn by two-level Gumbel-max, and its score.
 
     Formula: that of `sample_draw_kernel`, by the share's own normalizer.
@@ -105,7 +89,7 @@ def split_sample_kernel(
     Reference: Maddison et al., 2014, arXiv:1411.0030: Gumbel-max, and the maximum of a block.
     """
     b = pl.program_id(0)
-    drawn = load_row(operands, b, noise_dtype, interpret)
+    drawn = load_row(operands, b, options)
     row, whole = drawn.row, merge_partials(drawn.blocks, drawn.row.scale)
     normalizer = row.normalizer
 
@@ -128,7 +112,7 @@ def split_sample_kernel(
         _SCORE: draw.score,
     }
     for column, value in values.items():
-        out.values[b, jnp.int32(column)] = value
+        out[b, jnp.int32(column)] = value
 
 
 def _choose(gathered: jax.Array, temperature: jax.Array) -> Sample:

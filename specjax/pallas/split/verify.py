@@ -16,6 +16,7 @@ from jax.experimental import pallas as pl
 
 from specjax.call_arrays import VerifyArrays
 from specjax.devices.placement import pvary_like
+from specjax.devices.vocabulary_split import VocabularySplit
 from specjax.pallas.kernel_config import Tile
 from specjax.pallas.launch import cond_or, divmod_i32, is_last_arrival, output
 from specjax.pallas.load_request import Schedule
@@ -37,16 +38,17 @@ class _Proposed(NamedTuple):
     counters: Any
 
 
-def verify_split(arrays: VerifyArrays, schedule: Schedule, tile: Tile) -> Verification:
+def verify_split(
+    arrays: VerifyArrays, schedule: Schedule, split: VocabularySplit, tile: Tile
+) -> Verification:
     """Verifies a batch whose vocabulary lies over a mesh axis, token by token.
 
     Args:
       arrays: this device's columns of the rows, and drafted tokens with their statistics.
       schedule: its tile is that of target rows.
+      split: of the vocabulary.
       tile: that of residuals.
     """
-    split = schedule.options.split
-    assert split is not None
     width = arrays.target_logits.shape[1]
     arrays = arrays._replace(first_token=first_token_of(width, split))
     # All operands of a kernel must vary over the same axes.
