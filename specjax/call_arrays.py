@@ -20,6 +20,7 @@ __all__ = [
     "CallOptions",
     "Options",
     "SampleArrays",
+    "TreeArrays",
     "VerifyArrays",
     "check_options",
     "check_whole_rows",
@@ -259,3 +260,34 @@ class VerifyArrays(NamedTuple):
             conditional_rates=None,
             token_map=None,
         )
+
+
+class TreeArrays(NamedTuple):
+    """Arrays of `tree_rejection_sample`.
+
+    A public call passes typed keys and per-request values, each [B] or (). Its jitted body makes
+    them [B], and the keys words.
+
+    Attributes:
+      token_ids: i32[B, N].
+      parents: i32[B, N].
+      target_logits: [B, N + 1, V].
+      target_cutoff: f32[B, N + 1], or None.
+      draft_logits: [B, N + 1, V_d]; None where every node is one-hot.
+      draft_cutoff: f32[B, N + 1], or None.
+      draft_temperature: f32[B]; None for the request's own.
+      keys: u32[B, 2].
+      positions: i32[B].
+      temperature: f32[B].
+    """
+
+    token_ids: Any
+    parents: Any
+    target_logits: Any
+    target_cutoff: Any
+    draft_logits: Any
+    draft_cutoff: Any
+    draft_temperature: Any
+    keys: Any
+    positions: Any
+    temperature: Any

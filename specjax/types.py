@@ -299,13 +299,5 @@ class Model:
 jax.tree_util.register_dataclass(
     Model,
     data_fields=["params"],
-    meta_fields=[
-        "init_cache",
-        "apply",
-        "logits",
-        "max_length",
-        "apply_with_taps",
-        "placement",
-        "split_logits",
-    ],
+    meta_fields=[field.name for field in dataclasses.fields(Model) if field.name != "params"],
 )

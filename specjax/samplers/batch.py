@@ -3,12 +3,13 @@
 import dataclasses
 import functools
 from collections.abc import Callable
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from specjax.call_arrays import CallOptions, VerifyArrays
+from specjax.call_arrays import CallOptions, SampleArrays, TreeArrays, VerifyArrays
 from specjax.core.noise import fold_in_rows
 from specjax.core.rule import BLOCK, COUPLED
 from specjax.core.token_map import invert_token_map
@@ -21,8 +22,8 @@ from specjax.samplers.reference.verify import verify_batch
 from specjax.types import Verification
 
 __all__ = [
+    "broadcast_requests",
     "empty_verification",
-    "key_words_per_request",
     "may_run_kernels",
     "once_per_request",
     "resize_tokens",
@@ -31,28 +32,32 @@ __all__ = [
     "verify_shard",
 ]
 
+_Arrays = TypeVar("_Arrays", VerifyArrays, SampleArrays, TreeArrays)
 
-def key_words_per_request(keys: jax.Array, size: int) -> jax.Array:
-    """Returns key words u32[B, 2]; a single key folds in the index of each request."""
-    return jax.random.key_data(keys if keys.shape else fold_in_rows(keys, size))
+
+def broadcast_requests(arrays: _Arrays, size: int) -> _Arrays:
+    """Returns arrays of a call with one value per request, [B], and key words u32[B, 2].
+
+    A single key folds in the index of each request.
+    """
+    keys = arrays.keys if arrays.keys.shape else fold_in_rows(arrays.keys, size)
+    names = {"positions", "stream", "temperature", "draft_temperature"} & set(arrays._fields)
+    values = {name: getattr(arrays, name) for name in names}
+    once = {name: jnp.broadcast_to(x, (size,)) for name, x in values.items() if x is not None}
+    return arrays._replace(keys=jax.random.key_data(keys), **once)
 
 
 def once_per_request(arrays: VerifyArrays, size: int, max_draft_tokens: int) -> VerifyArrays:
-    """Returns the arrays with one value per request: [B], and rates [B, K]; a map is inverted."""
+    """Returns the arrays of `broadcast_requests` with rates [B, K]; a map is inverted."""
     if not max_draft_tokens:
         arrays = arrays.without_drafts()
     if arrays.token_map is not None:
         draft_ids = invert_token_map(arrays.token_map, arrays.target_logits.shape[-1])
         arrays = arrays._replace(token_map=None, draft_ids=draft_ids)
-    rates = arrays.conditional_rates
-    return arrays._replace(
-        keys=key_words_per_request(arrays.keys, size),
-        positions=jnp.broadcast_to(arrays.positions, (size,)),
-        temperature=jnp.broadcast_to(arrays.temperature, (size,)),
-        conditional_rates=None
-        if rates is None
-        else jnp.broadcast_to(rates, (size, max_draft_tokens)),
-    )
+    arrays, rates = broadcast_requests(arrays, size), arrays.conditional_rates
+    if rates is None:
+        return arrays
+    return arrays._replace(conditional_rates=jnp.broadcast_to(rates, (size, max_draft_tokens)))
 
 
 def verify_shard(arrays: VerifyArrays, *, options: CallOptions) -> Verification:

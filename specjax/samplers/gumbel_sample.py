@@ -21,7 +21,7 @@ from specjax.devices.placement import pvary_like
 from specjax.devices.rows import LogitRows, logit_rows
 from specjax.devices.vocabulary_split import parse_split
 from specjax.implementation import choose_implementation
-from specjax.samplers.batch import key_words_per_request, may_run_kernels
+from specjax.samplers.batch import broadcast_requests, may_run_kernels
 from specjax.types import Sample
 
 __all__ = ["gumbel_sample", "sample_batch", "sample_shard"]
@@ -104,12 +104,7 @@ def sample_batch(arrays: SampleArrays, *, options: CallOptions) -> Sample:
     if size == 0:
         empty = jnp.zeros((0,), jnp.float32)
         return Sample(empty.astype(jnp.int32), empty, empty)
-    arrays = arrays._replace(
-        keys=key_words_per_request(arrays.keys, size),
-        positions=jnp.broadcast_to(arrays.positions, (size,)),
-        stream=jnp.broadcast_to(arrays.stream, (size,)),
-        temperature=jnp.broadcast_to(arrays.temperature, (size,)),
-    )
+    arrays = broadcast_requests(arrays, size)
     run = functools.partial(sample_shard, options=options)
     check_vma = not options.implementation.interpret
     placement = options.placement

@@ -41,7 +41,7 @@ from specjax.samplers.batch import (
 )
 from specjax.types import Draft, RaggedDraft, Verification
 
-__all__ = ["check_verification", "rejection_sample", "run_verification", "verify_draft"]
+__all__ = ["rejection_sample", "run_verification", "verify_draft"]
 
 
 def rejection_sample(
@@ -108,35 +108,6 @@ def rejection_sample(
     References:
       Leviathan et al., 2023, arXiv:2211.17192; Chen et al., 2023, arXiv:2302.01318.
     """
-    arrays, call_options = check_verification(
-        draft,
-        target_logits,
-        keys=keys,
-        positions=positions,
-        temperature=temperature,
-        cutoff=cutoff,
-        bonus_token_ids=bonus_token_ids,
-        rule=rule,
-        greedy_logprobs=greedy_logprobs,
-        options=options,
-    )
-    return run_verification(arrays, options=call_options)
-
-
-def check_verification(
-    draft: Draft | RaggedDraft,
-    target_logits: jax.Array,
-    *,
-    keys: jax.Array,
-    positions: Any,
-    temperature: Any,
-    cutoff: Any,
-    bonus_token_ids: Any,
-    rule: VerificationRule,
-    greedy_logprobs: bool,
-    options: Options,
-) -> tuple[VerifyArrays, CallOptions]:
-    """Returns the arrays and options of a call of `rejection_sample`, or refuses them."""
     check_options(options)
     check_rule(rule)
     target_logits = as_array("target_logits", target_logits)
@@ -180,7 +151,7 @@ def check_verification(
         greedy_logprobs=check_flag("greedy_logprobs", greedy_logprobs),
         split=split,
     )
-    return arrays, call_options
+    return run_verification(arrays, options=call_options)
 
 
 def _check_rows(
@@ -204,7 +175,7 @@ def _check_rows(
 
 @functools.partial(jax.jit, static_argnames="options")
 def run_verification(arrays: VerifyArrays, *, options: CallOptions) -> Verification:
-    """Runs what `check_verification` returns."""
+    """Runs `rejection_sample` on checked arguments."""
     num_rows, cumulative = options.max_draft_tokens + 1, arrays.cu_num_draft_tokens
     size = arrays.target_logits.shape[0] if cumulative is None else cumulative.shape[0] - 1
     if size == 0:

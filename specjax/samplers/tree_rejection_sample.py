@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from specjax.call_arrays import CallOptions, Options, check_options, check_whole_rows
+from specjax.call_arrays import CallOptions, Options, TreeArrays, check_options, check_whole_rows
 from specjax.checks import (
     as_array,
     check_count,
@@ -19,9 +19,9 @@ from specjax.checks import (
 )
 from specjax.devices.map_parts import map_parts
 from specjax.implementation import Implementation, resolve_implementation
-from specjax.samplers.batch import key_words_per_request
+from specjax.samplers.batch import broadcast_requests
 from specjax.samplers.trees.tree import MAX_DEPTH
-from specjax.samplers.trees.verify_tree import TreeArrays, verify_trees
+from specjax.samplers.trees.verify_tree import verify_trees
 from specjax.types import TreeDraft, TreeVerification
 
 __all__ = ["tree_rejection_sample"]
@@ -165,14 +165,6 @@ def _tree_rejection_sample(
     if num_nodes == 0:
         padding = jnp.full_like(arrays.token_ids, -1, shape=(size, 1))
         arrays = arrays._replace(token_ids=padding, parents=padding, draft_logits=None)
-    draft_temperature = arrays.draft_temperature
-    if draft_temperature is not None:
-        draft_temperature = jnp.broadcast_to(draft_temperature, (size,))
-    arrays = arrays._replace(
-        keys=key_words_per_request(arrays.keys, size),
-        positions=jnp.broadcast_to(arrays.positions, (size,)),
-        temperature=jnp.broadcast_to(arrays.temperature, (size,)),
-        draft_temperature=draft_temperature,
-    )
+    arrays = broadcast_requests(arrays, size)
     run = functools.partial(verify_trees, max_depth=max_depth, options=options)
     return map_parts(run, arrays.target_logits)(arrays)

@@ -1,12 +1,12 @@
 """Verification of the trees of a batch: for each request a walk or a traversal, and its output."""
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from specjax.call_arrays import CallOptions
+from specjax.call_arrays import CallOptions, TreeArrays
 from specjax.core.temperature import parse_temperature
 from specjax.devices.placement import pvary_like
 from specjax.devices.rows import LogitRows
@@ -16,41 +16,10 @@ from specjax.samplers.trees.tree import AcceptedPath, Tree, find_padding, place_
 from specjax.samplers.trees.walk import walk_tree
 from specjax.types import TreeVerification
 
-__all__ = ["TreeArrays", "verify_tree", "verify_trees"]
+__all__ = ["verify_tree", "verify_trees"]
 
 # Requests per iteration of `lax.map`, except on a CPU, which takes one.
 _BATCH_SIZE = 8
-
-
-class TreeArrays(NamedTuple):
-    """Arrays of `tree_rejection_sample`.
-
-    A public call passes typed keys and per-request values, each [B] or (). Its jitted body makes
-    them [B], and the keys words.
-
-    Attributes:
-      token_ids: i32[B, N].
-      parents: i32[B, N].
-      target_logits: [B, N + 1, V].
-      target_cutoff: f32[B, N + 1], or None.
-      draft_logits: [B, N + 1, V_d]; None where every node is one-hot.
-      draft_cutoff: f32[B, N + 1], or None.
-      draft_temperature: f32[B]; None for the request's own.
-      keys: u32[B, 2].
-      positions: i32[B].
-      temperature: f32[B].
-    """
-
-    token_ids: Any
-    parents: Any
-    target_logits: Any
-    target_cutoff: Any
-    draft_logits: Any
-    draft_cutoff: Any
-    draft_temperature: Any
-    keys: Any
-    positions: Any
-    temperature: Any
 
 
 def verify_trees(arrays: TreeArrays, *, max_depth: int, options: CallOptions) -> TreeVerification:

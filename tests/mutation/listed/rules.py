@@ -14,7 +14,7 @@ _KERNELS = "test_the_kernels_emit_the_reference_s_tokens"
 
 MUTATIONS = (
     Mutation(
-        "specjax.samplers.rejection_sample.check_verification",
+        "specjax.samplers.rejection_sample.rejection_sample",
         "draft.on_target_stream and not isinstance(rule, SyntheticRule)",
         "False",
         refusals("test_drafts_of_the_target_s_noise_are_refused_by_rules_that_they_would_bias"),
