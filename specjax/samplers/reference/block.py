@@ -18,17 +18,12 @@ from specjax.core.acceptance import log_ratio
 from specjax.core.block_acceptance import accept_block, cap_ratios
 from specjax.core.gumbel_max import token_logprobs
 from specjax.core.logsumexp import MaxSum, RowStatistics
-from specjax.core.noise import Stream, address, uniform_at_once
+from specjax.core.noise import Stream, uniform_at_once
 from specjax.core.temperature import parse_temperature
 from specjax.devices.placement import pvary_like
 from specjax.devices.rows import LogitRows
-from specjax.samplers.reference.next_token import AcceptedPrefix, residual_mass
-from specjax.samplers.reference.request import (
-    DraftedToken,
-    DraftRows,
-    Request,
-    drafted_token,
-)
+from specjax.samplers.reference.next_token import AcceptedPrefix, is_active, residual_mass
+from specjax.samplers.reference.request import DraftedToken, Request, RequestRows, drafted_token
 
 __all__ = ["accept_block_prefix", "drafted_tokens", "is_block_request"]
 
@@ -52,10 +47,12 @@ class _Judged(NamedTuple):
     uniforms: jax.Array
 
 
-def drafted_tokens(request: Request, draft: DraftRows) -> DraftedToken:
-    """Returns all drafted tokens of a request, arrays of a leading axis K."""
+def drafted_tokens(rows: RequestRows) -> DraftedToken:
+    """Returns all drafted tokens of a request that has draft logits, arrays of a leading axis K."""
+    request = rows.request
     index = pvary_like(jnp.arange(request.token_ids.shape[0], dtype=jnp.int32), request)
-    return _for_each(lambda i: drafted_token(request, draft, i), index, draft.rows)
+    assert rows.draft is not None
+    return _for_each(lambda i: drafted_token(rows, i), index, rows.draft.rows)
 
 
 def _for_each(function: Callable[[jax.Array], Any], index: jax.Array, rows: LogitRows) -> Any:
@@ -71,25 +68,16 @@ def is_block_request(request: Request, drafted: DraftedToken) -> jax.Array:
 
 
 def accept_block_prefix(
-    request: Request,
-    drafted: DraftedToken,
-    target: LogitRows,
-    draft: DraftRows,
-    active: jax.Array,
-    noise_dtype: Any,
+    rows: RequestRows, drafted: DraftedToken
 ) -> tuple[AcceptedPrefix, jax.Array]:
     """Returns the accepted prefix of a request, and log p of its drafted tokens, f32[K].
 
     Args:
-      request: without a batch axis.
+      rows: one request and its rows.
       drafted: its drafted tokens.
-      target: rows of every request.
-      draft: rows of draft logits.
-      active: bool, whether the request may emit.
-      noise_dtype: float32 or float64.
     """
-    read = _row_reader(request, target)
-    judged = _judge(request, drafted, target, read, noise_dtype)
+    request, read = rows.request, _row_reader(rows)
+    judged = _judge(rows, drafted, read)
 
     def prefix_of(length: jax.Array) -> AcceptedPrefix:
         last = jnp.minimum(length, request.token_ids.shape[0] - 1)
@@ -101,7 +89,7 @@ def accept_block_prefix(
         u, log_rho = judged.uniforms[length], judged.log_rhos[length]
 
         def is_below() -> jax.Array:
-            mass = residual_mass(request, prefix_of(length), target, draft)
+            mass = residual_mass(rows, prefix_of(length))
             return accept_block(u, log_rho, mass)
 
         is_whole = length == judged.length
@@ -113,10 +101,10 @@ def accept_block_prefix(
         length = state[0] - 1
         return pvary_like((length, is_accepted(length)), state)
 
-    first = jnp.where(active, judged.length, jnp.int32(0))
+    first = jnp.where(is_active(request), judged.length, jnp.int32(0))
 
     def try_in_turn() -> jax.Array:
-        start = pvary_like((first, is_accepted(first)), request, target, draft)
+        start = pvary_like((first, is_accepted(first)), request, rows.target, rows.draft)
         num_accepted, _ = jax.lax.while_loop(lambda state: ~state[1], shorten, start)
         return num_accepted
 
@@ -125,30 +113,24 @@ def accept_block_prefix(
         accepted = jax.vmap(is_accepted)(lengths) & (lengths <= first)
         return jnp.max(jnp.where(accepted, lengths, jnp.int32(0)))
 
-    return prefix_of(target.read(try_in_turn, try_at_once)), judged.logprobs
+    return prefix_of(rows.target.read(try_in_turn, try_at_once)), judged.logprobs
 
 
-def _judge(
-    request: Request, drafted: DraftedToken, target: LogitRows, read: _ReadRow, noise_dtype: Any
-) -> _Judged:
-    k = request.token_ids.shape[0]
+def _judge(rows: RequestRows, drafted: DraftedToken, read: _ReadRow) -> _Judged:
+    request, k = rows.request, rows.request.token_ids.shape[0]
     index = pvary_like(jnp.arange(k, dtype=jnp.int32), request)
-    scale = parse_temperature(request.temperature).scale
 
     def judge_token(i: jax.Array) -> tuple[jax.Array, jax.Array]:
-        target_row = target.row(request.target_row + i)
-        row = read(i)[1]
-        logit = target_row.take(request.token_ids[i])
-        return token_logprobs(logit, row.normalizer, scale), row.valid
+        row, logit = read(i)[1], rows.target_row(i).take(request.token_ids[i])
+        return token_logprobs(logit, row.normalizer, rows.temperature.scale), row.valid
 
-    logprobs, valid = _for_each(judge_token, index, target)
+    logprobs, valid = _for_each(judge_token, index, rows.target)
     is_end = (index >= request.num_tokens) | ~valid
     length = jnp.min(jnp.where(is_end, index, jnp.int32(k)))
     log_rhos = cap_ratios(list(log_ratio(logprobs, drafted.logprob)))
 
     def draw_uniform(i: jax.Array) -> jax.Array:
-        at = address(request.key, request.position + i, Stream.accept(i))
-        return uniform_at_once(at, noise_dtype)
+        return uniform_at_once(rows.address(i, Stream.accept(i)), rows.noise_dtype)
 
     uniforms = jax.vmap(draw_uniform)(index)
     return _Judged(length, logprobs, jnp.stack(log_rhos), jnp.pad(uniforms, (1, 0)))
@@ -161,15 +143,14 @@ def _target_rows(request: Request) -> jax.Array:
     return varying
 
 
-def _row_reader(request: Request, target: LogitRows) -> _ReadRow:
+def _row_reader(rows: RequestRows) -> _ReadRow:
     """Returns a function that reads a target row; rows over devices are read once, all of them."""
 
     def read(index: jax.Array) -> tuple[MaxSum, RowStatistics]:
-        scale = parse_temperature(request.temperature).scale
-        return target.row(request.target_row + index).statistics(scale)
+        return rows.target_row(index).statistics(rows.temperature.scale)
 
     def read_all() -> _ReadRow:
-        rows = jax.vmap(read)(_target_rows(request))
-        return lambda index: jax.tree.map(lambda x: x[index], rows)
+        every = jax.vmap(read)(_target_rows(rows.request))
+        return lambda index: jax.tree.map(lambda x: x[index], every)
 
-    return target.read(lambda: read, read_all)
+    return rows.target.read(lambda: read, read_all)

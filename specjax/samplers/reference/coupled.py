@@ -9,18 +9,16 @@ References:
   Daliri, Musco and Suresh, 2024, arXiv:2408.07978.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from specjax.core.logsumexp import LogNormalizer, RowStatistics
-from specjax.core.noise import Stream, address
-from specjax.core.temperature import parse_temperature
+from specjax.core.noise import Stream
 from specjax.devices.placement import pvary_like
-from specjax.devices.rows import LogitRows
 from specjax.samplers.reference.next_token import emit, is_active
-from specjax.samplers.reference.request import Request, first_false
+from specjax.samplers.reference.request import RequestRows, first_false
 from specjax.types import Verification
 
 __all__ = ["couple_request"]
@@ -46,30 +44,22 @@ class _DrawState(NamedTuple):
     logprobs: jax.Array
 
 
-def couple_request(
-    request: Request,
-    target: LogitRows,
-    noise_dtype: Any,
-    only_maxima: jax.Array | None = None,
-) -> Verification:
+def couple_request(rows: RequestRows, only_maxima: jax.Array | None = None) -> Verification:
     """Verifies the drafted tokens of one request by coupled sampling.
 
     Args:
-      request: without a batch axis.
-      target: rows of every request; those of this one begin at `request.target_row`.
-      noise_dtype: float32 or float64.
+      rows: one request and its rows; those of the draft are not read.
       only_maxima: as in `verify_request`.
 
     Returns:
       `Verification` without a batch axis.
     """
-    k = request.token_ids.shape[0]
+    request, k = rows.request, rows.request.token_ids.shape[0]
 
     def judge(index: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, RowStatistics]:
         i = jnp.minimum(index, k - 1)
-        at = address(request.key, request.position + index, Stream.TARGET)
-        token, logprob, row = target.row(request.target_row + index).draw(
-            at, parse_temperature(request.temperature), noise_dtype, only_maxima
+        token, logprob, row = rows.target_row(index).draw(
+            rows.address(index, Stream.TARGET), rows.temperature, rows.noise_dtype, only_maxima
         )
         accepted = (index < request.num_tokens) & row.valid & (token == request.token_ids[i])
         return accepted, token, logprob, row
@@ -78,7 +68,7 @@ def couple_request(
         drawn = jax.vmap(judge)(pvary_like(jnp.arange(k + 1, dtype=jnp.int32), request))
         n = first_false(drawn[0] & is_active(request))
         _, token, logprob, row = jax.tree.map(lambda x: x[n], drawn)
-        return emit(request, n, row, target, token, logprob, drawn[2][:k])
+        return emit(rows, n, row, token, logprob, drawn[2][:k])
 
     def step(state: _DrawState) -> _DrawState:
         index = state.num_accepted
@@ -99,9 +89,9 @@ def couple_request(
             logprob=zero,
             logprobs=jnp.zeros((k,), jnp.float32),
         )
-        start = pvary_like(start, request, target)
+        start = pvary_like(start, request, rows.target)
         end = jax.lax.while_loop(lambda state: state.active, step, start)
         n = end.num_accepted
-        return emit(request, n, end.row, target, end.token, end.logprob, end.logprobs)
+        return emit(rows, n, end.row, end.token, end.logprob, end.logprobs)
 
-    return target.read(draw_in_turn, draw_at_once)
+    return rows.target.read(draw_in_turn, draw_at_once)

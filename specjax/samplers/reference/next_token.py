@@ -5,23 +5,17 @@ changes its mass. A sampled draft needs one more pass over the target's row and 
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from specjax.core.gumbel_max import gumbel_max_token, token_logprobs
 from specjax.core.logsumexp import MaxSum, RowStatistics, block_logprobs
-from specjax.core.noise import SAMPLING_BLOCK, Stream, address
+from specjax.core.noise import SAMPLING_BLOCK, Stream
 from specjax.core.residual import MIN_RESIDUAL_MASS, residual_logprobs
 from specjax.core.temperature import parse_temperature
-from specjax.devices.rows import LogitRows
-from specjax.samplers.reference.request import (
-    DraftedToken,
-    DraftRows,
-    Request,
-    draft_row,
-)
+from specjax.samplers.reference.request import DraftedToken, Request, RequestRows
 from specjax.types import Verification
 
 __all__ = ["AcceptedPrefix", "emit", "is_active", "next_token", "residual_mass"]
@@ -45,29 +39,19 @@ class AcceptedPrefix(NamedTuple):
     log_rho: jax.Array | None = None
 
 
-def next_token(
-    request: Request,
-    prefix: AcceptedPrefix,
-    target: LogitRows,
-    draft: DraftRows | None,
-    noise_dtype: Any,
-) -> tuple[jax.Array, jax.Array]:
+def next_token(rows: RequestRows, prefix: AcceptedPrefix) -> tuple[jax.Array, jax.Array]:
     """Draws the token after the accepted ones.
 
     Args:
-      request: one request.
+      rows: one request and its rows.
       prefix: its accepted tokens.
-      target: rows of target logits.
-      draft: rows of draft logits, or None.
-      noise_dtype: float32 or float64.
 
     Returns:
       Its id i32[] and its log-probability under the target f32[].
     """
-    temperature = parse_temperature(request.temperature)
-    target = target.row(request.target_row + prefix.num_accepted)
-    drafted = prefix.drafted
-    rejected = prefix.num_accepted < request.num_tokens
+    temperature, drafted = rows.temperature, prefix.drafted
+    target = rows.target_row(prefix.num_accepted)
+    rejected = prefix.num_accepted < rows.request.num_tokens
     row_log_masses = block_logprobs(prefix.partials, prefix.row.normalizer, temperature.scale)
 
     def target_logprobs(index: jax.Array) -> jax.Array:
@@ -84,12 +68,12 @@ def next_token(
             rejected, row_log_masses.at[block].set(jnp.log(jnp.sum(residual))), row_log_masses
         )
 
-    if draft is None:
+    if rows.draft is None:
         log_masses, draft_logprobs = one_hot_log_masses(), one_hot_logprobs
         max_empty_mass = jnp.float32(0)
     else:
         sampled = rejected & ~drafted.one_hot & ~temperature.greedy
-        sampled_log_masses, sampled_logprobs = _sampled_residual(request, prefix, target, draft)
+        sampled_log_masses, sampled_logprobs = _sampled_residual(rows, prefix)
         log_masses = jax.lax.cond(sampled, sampled_log_masses, one_hot_log_masses)
         max_empty_mass = jnp.where(sampled, jnp.float32(MIN_RESIDUAL_MASS), jnp.float32(0))
         if prefix.log_rho is not None:
@@ -105,9 +89,9 @@ def next_token(
         scaled = logprobs if prefix.log_rho is None else logprobs + prefix.log_rho
         return jnp.where(empty, logprobs, residual_logprobs(scaled, draft_logprobs(index)))
 
-    at = address(request.key, request.position + prefix.num_accepted, Stream.TARGET)
+    at = rows.address(prefix.num_accepted, Stream.TARGET)
     random_token = gumbel_max_token(
-        jnp.where(empty, row_log_masses, log_masses), token_log_weights, at, noise_dtype
+        jnp.where(empty, row_log_masses, log_masses), token_log_weights, at, rows.noise_dtype
     )
     best_token = target.argmax(prefix.partials)
     token = jnp.where(temperature.greedy, best_token, random_token)
@@ -115,11 +99,11 @@ def next_token(
 
 
 def _sampled_residual(
-    request: Request, prefix: AcceptedPrefix, target: LogitRows, draft: DraftRows
+    rows: RequestRows, prefix: AcceptedPrefix
 ) -> tuple[Callable[[], jax.Array], Callable[[jax.Array], jax.Array]]:
     """Returns two functions: log-masses of the blocks of `max(p - q, 0)`, and log q by token id."""
-    i = jnp.minimum(prefix.num_accepted, request.token_ids.shape[0] - 1)
-    row = draft_row(request, draft, i)
+    request, target = rows.request, rows.target_row(prefix.num_accepted)
+    row = rows.draft_row(jnp.minimum(prefix.num_accepted, request.token_ids.shape[0] - 1))
     normalizer = prefix.drafted.normalizer
     scale = parse_temperature(request.draft_temperature).scale
 
@@ -130,8 +114,7 @@ def _sampled_residual(
         size = target.logits.shape[0]
         q = token_logprobs(row.kept_row(size), normalizer, scale)
         q = jnp.pad(q, (0, size - q.shape[0]), constant_values=-jnp.inf)
-        target_scale = parse_temperature(request.temperature).scale
-        p = token_logprobs(target.kept_logits(), prefix.row.normalizer, target_scale)
+        p = token_logprobs(target.kept_logits(), prefix.row.normalizer, rows.temperature.scale)
         if prefix.log_rho is not None:
             p = p + prefix.log_rho
         return target.residual_log_masses(p, q)
@@ -139,15 +122,12 @@ def _sampled_residual(
     return sampled_log_masses, logprobs
 
 
-def residual_mass(
-    request: Request, prefix: AcceptedPrefix, target: LogitRows, draft: DraftRows
-) -> jax.Array:
+def residual_mass(rows: RequestRows, prefix: AcceptedPrefix) -> jax.Array:
     """Returns sum max(rho p - q, 0) of the row after a prefix, f32[]; q is 1 at a one-hot draft."""
-    target = target.row(request.target_row + prefix.num_accepted)
-    masses, _ = _sampled_residual(request, prefix, target, draft)
-    scale, log_rho = parse_temperature(request.temperature).scale, prefix.log_rho
+    masses, _ = _sampled_residual(rows, prefix)
+    scale, log_rho = rows.temperature.scale, prefix.log_rho
     assert log_rho is not None
-    drafted_logit = target.take(prefix.drafted.token_id)
+    drafted_logit = rows.target_row(prefix.num_accepted).take(prefix.drafted.token_id)
     p = jnp.exp(token_logprobs(drafted_logit, prefix.row.normalizer, scale))
     one_hot_mass = jnp.exp(log_rho) * (1 - p)
     return jnp.where(prefix.drafted.one_hot, one_hot_mass, jnp.sum(jnp.exp(masses())))
@@ -159,10 +139,9 @@ def is_active(request: Request) -> jax.Array:
 
 
 def emit(
-    request: Request,
+    rows: RequestRows,
     num_accepted: jax.Array,
     row: RowStatistics,
-    target: LogitRows,
     token: jax.Array,
     logprob: jax.Array,
     accepted_logprobs: jax.Array,
@@ -170,10 +149,9 @@ def emit(
     """Returns what a request emits: its accepted drafted tokens and the token after them.
 
     Args:
-      request: one request.
+      rows: one request and its rows.
       num_accepted: i32, its accepted tokens; index of the deciding row among the request's.
       row: statistics of the deciding row.
-      target: rows of target logits.
       token: i32[], of the deciding row.
       logprob: f32[], log p of it.
       accepted_logprobs: f32[K], log p of the accepted tokens.
@@ -181,17 +159,15 @@ def emit(
     Returns:
       `Verification` without a batch axis.
     """
-    active = is_active(request)
+    request, active = rows.request, is_active(rows.request)
     emits = active & row.valid
     if request.bonus_token_id is not None:
         bonus = request.bonus_token_id
-        in_vocabulary = (bonus >= 0) & (bonus < target.vocab_size)
+        in_vocabulary = (bonus >= 0) & (bonus < rows.target.vocab_size)
         is_given = active & in_vocabulary & (num_accepted == request.num_tokens)
         token = jnp.where(is_given, bonus, token)
-        target = target.row(request.target_row + num_accepted)
-        scale = parse_temperature(request.temperature).scale
-        bonus_logit = target.take(bonus)
-        bonus_logprob = token_logprobs(bonus_logit, row.normalizer, scale)
+        bonus_logit = rows.target_row(num_accepted).take(bonus)
+        bonus_logprob = token_logprobs(bonus_logit, row.normalizer, rows.temperature.scale)
         # An invalid row gives the bonus token that was passed no probability.
         bonus_logprob = jnp.where(row.valid, bonus_logprob, -jnp.inf)
         logprob = jnp.where(is_given, bonus_logprob, logprob)

@@ -5,7 +5,7 @@ whose.
 """
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,8 +19,8 @@ from specjax.core.logsumexp import (
     normalizer_from_statistics,
     row_logsumexp,
 )
-from specjax.core.noise import Words
-from specjax.core.temperature import parse_temperature
+from specjax.core.noise import Words, address
+from specjax.core.temperature import Temperature, parse_temperature
 from specjax.core.token_map import take_mapped
 from specjax.devices.rows import LogitRows
 
@@ -29,7 +29,7 @@ __all__ = [
     "DraftRows",
     "DraftedToken",
     "Request",
-    "draft_row",
+    "RequestRows",
     "drafted_token",
     "first_false",
 ]
@@ -190,24 +190,54 @@ def first_false(flags: jax.Array) -> jax.Array:
     return jnp.sum(jnp.cumprod(flags.astype(jnp.int32)), dtype=jnp.int32)
 
 
-def draft_row(request: Request, draft: DraftRows, i: jax.Array) -> DraftRow:
-    """Returns the row of draft logits that token i came from."""
-    row = draft.rows.row(request.draft_rows[i])
-    cutoff = None if request.draft_cutoff is None else request.draft_cutoff[i]
-    return DraftRow(dataclasses.replace(row, cutoff=cutoff), draft.draft_ids)
+@dataclasses.dataclass(frozen=True)
+class RequestRows:
+    """One request, and the rows of logits that it reads.
+
+    Attributes:
+      request: without a batch axis.
+      target: rows of every request; those of this one begin at `request.target_row`.
+      draft: rows of draft logits, or None where every draft is one-hot.
+      noise_dtype: float32 or float64.
+    """
+
+    request: Request
+    target: LogitRows
+    draft: DraftRows | None
+    noise_dtype: Any
+
+    @property
+    def temperature(self) -> Temperature:
+        """Returns the target's temperature, parsed."""
+        return parse_temperature(self.request.temperature)
+
+    def target_row(self, i: jax.Array) -> LogitRows:
+        """Returns target row i of the request."""
+        return self.target.row(self.request.target_row + i)
+
+    def draft_row(self, i: jax.Array) -> DraftRow:
+        """Returns the row of draft logits that token i came from."""
+        assert self.draft is not None
+        row, cutoff = self.draft.rows.row(self.request.draft_rows[i]), self.request.draft_cutoff
+        row = dataclasses.replace(row, cutoff=None if cutoff is None else cutoff[i])
+        return DraftRow(row, self.draft.draft_ids)
+
+    def address(self, i: jax.Array, stream: Any) -> Words:
+        """Returns the address of a draw at the request's position i."""
+        return address(self.request.key, self.request.position + i, stream)
 
 
-def drafted_token(request: Request, draft: DraftRows | None, i: jax.Array) -> DraftedToken:
+def drafted_token(rows: RequestRows, i: jax.Array) -> DraftedToken:
     """Returns drafted token i with the statistics that it carries, or else with those of its row.
 
     The token is one-hot without draft logits, at a greedy temperature, and where its statistics
     are not those of a distribution.
     """
+    request, zero = rows.request, jnp.float32(0)
     token_id = request.token_ids[i]
-    zero = jnp.float32(0)
-    if draft is None:
+    if rows.draft is None:
         return DraftedToken(token_id, zero, LogNormalizer(zero, zero), jnp.bool_(True))
-    drafted_row = draft_row(request, draft, i)
+    drafted_row = rows.draft_row(i)
     temperature = parse_temperature(request.draft_temperature)
     logit = drafted_row.kept_logits(token_id)
     if request.draft_logsumexp is not None and request.draft_logprobs is not None:

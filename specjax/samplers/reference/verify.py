@@ -13,7 +13,7 @@ References:
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,11 +22,11 @@ from specjax.call_arrays import CallOptions, VerifyArrays
 from specjax.core.acceptance import accept_greedy, accept_random, accept_synthetic
 from specjax.core.gumbel_max import token_logprobs
 from specjax.core.logsumexp import LogNormalizer, MaxSum, RowStatistics
-from specjax.core.noise import SAMPLING_BLOCK, Stream, address, uniform, uniform_at_once
+from specjax.core.noise import SAMPLING_BLOCK, Stream, uniform, uniform_at_once
 from specjax.core.rule import BLOCK, COUPLED, STANDARD, Rule, StaticRule
 from specjax.core.temperature import parse_temperature
 from specjax.devices.placement import pvary_like
-from specjax.devices.rows import LogitRows, logit_rows
+from specjax.devices.rows import logit_rows
 from specjax.samplers.reference.block import accept_block_prefix, drafted_tokens, is_block_request
 from specjax.samplers.reference.coupled import couple_request
 from specjax.samplers.reference.next_token import AcceptedPrefix, emit, is_active, next_token
@@ -34,6 +34,7 @@ from specjax.samplers.reference.request import (
     DraftedToken,
     DraftRows,
     Request,
+    RequestRows,
     drafted_token,
     first_false,
 )
@@ -62,20 +63,12 @@ class _PrefixState(NamedTuple):
 
 
 def verify_request(
-    request: Request,
-    target: LogitRows,
-    draft: DraftRows | None,
-    noise_dtype: Any,
-    rule: StaticRule = STANDARD,
-    only_maxima: jax.Array | None = None,
+    rows: RequestRows, rule: StaticRule = STANDARD, only_maxima: jax.Array | None = None
 ) -> Verification:
     """Verifies the drafted tokens of one request by a rule.
 
     Args:
-      request: without a batch axis.
-      target: rows of every request; those of this one begin at `request.target_row`.
-      draft: rows of draft logits, or None where every draft is one-hot.
-      noise_dtype: float32 or float64.
+      rows: one request and its rows.
       rule: static.
       only_maxima: bool[], whether the maxima of its target rows suffice: it is greedy, and its
         log-probabilities are not asked for. None is False.
@@ -84,62 +77,53 @@ def verify_request(
       `Verification` without a batch axis.
     """
     if rule == COUPLED:
-        return couple_request(request, target, noise_dtype, only_maxima)
+        return couple_request(rows, only_maxima)
     custom = rule if isinstance(rule, Rule) else None
 
     def by_token() -> tuple[AcceptedPrefix, jax.Array]:
-        state = _accept_prefix(request, target, draft, noise_dtype, custom, only_maxima)
+        state = _accept_prefix(rows, custom, only_maxima)
         return state.prefix, state.logprobs
 
-    if rule == BLOCK and draft is not None:
-        drafted = drafted_tokens(request, draft)
-
-        def as_block() -> tuple[AcceptedPrefix, jax.Array]:
-            active = is_active(request)
-            return accept_block_prefix(request, drafted, target, draft, active, noise_dtype)
+    if rule == BLOCK and rows.draft is not None:
+        request, drafted = rows.request, drafted_tokens(rows)
 
         def with_rho() -> tuple[AcceptedPrefix, jax.Array]:
             prefix, logprobs = by_token()
             return prefix._replace(log_rho=pvary_like(jnp.float32(0), request)), logprobs
 
-        prefix, logprobs = jax.lax.cond(is_block_request(request, drafted), as_block, with_rho)
+        prefix, logprobs = jax.lax.cond(
+            is_block_request(request, drafted), lambda: accept_block_prefix(rows, drafted), with_rho
+        )
     else:
         prefix, logprobs = by_token()
     draw = next_token if custom is None else functools.partial(next_token_by_rule, custom)
-    token, logprob = draw(request, prefix, target, draft, noise_dtype)
-    return emit(request, prefix.num_accepted, prefix.row, target, token, logprob, logprobs)
+    token, logprob = draw(rows, prefix)
+    return emit(rows, prefix.num_accepted, prefix.row, token, logprob, logprobs)
 
 
 def _accept_prefix(
-    request: Request,
-    target: LogitRows,
-    draft: DraftRows | None,
-    dtype: Any,
-    rule: Rule | None,
-    only_maxima: jax.Array | None,
+    rows: RequestRows, rule: Rule | None, only_maxima: jax.Array | None
 ) -> _PrefixState:
     """Reads target rows in order until a drafted token is rejected or all are accepted.
 
     Rows that lie over devices are read at once, because every read is a message.
     """
-    k = request.token_ids.shape[0]
-    scale = parse_temperature(request.temperature).scale
+    request, k, scale = rows.request, rows.request.token_ids.shape[0], rows.temperature.scale
 
     def judge(index: jax.Array) -> tuple[AcceptedPrefix, jax.Array, jax.Array]:
         i = jnp.minimum(index, k - 1)
-        target_row = target.row(request.target_row + index)
+        target_row = rows.target_row(index)
         partials, row = target_row.statistics(scale, only_maxima)
-        drafted = drafted_token(request, draft, i)
+        drafted = drafted_token(rows, i)
         logprob = token_logprobs(target_row.take(drafted.token_id), row.normalizer, scale)
         best = target_row.argmax(partials)
+        prefix = AcceptedPrefix(index, partials, row, drafted)
         if rule is None:
-            accepted = _accepts(request, i, drafted, logprob, best, target, dtype)
+            accepted = _accepts(rows, i, drafted, logprob, best)
         else:
-            accepted = accepts_by_rule(
-                request, i, drafted, logprob, best, target_row, row, rule, dtype
-            )
+            accepted = accepts_by_rule(rule, rows, i, prefix, logprob, best)
         accepted &= (index < request.num_tokens) & row.valid
-        return AcceptedPrefix(index, partials, row, drafted), accepted, logprob
+        return prefix, accepted, logprob
 
     def step(state: _PrefixState) -> _PrefixState:
         index = state.prefix.num_accepted
@@ -151,12 +135,12 @@ def _accept_prefix(
 
     def accept_in_turn() -> _PrefixState:
         start = _PrefixState(
-            _empty_prefix(target.vocab_size), is_active(request), jnp.zeros((k,), jnp.float32)
+            _empty_prefix(rows.target.vocab_size), is_active(request), jnp.zeros((k,), jnp.float32)
         )
-        start = pvary_like(start, request, target, draft)
+        start = pvary_like(start, request, rows.target, rows.draft)
         return jax.lax.while_loop(lambda state: state.active, step, start)
 
-    return target.read(accept_in_turn, lambda: _accept_at_once(request, judge))
+    return rows.target.read(accept_in_turn, lambda: _accept_at_once(request, judge))
 
 
 def _empty_prefix(vocab_size: int) -> AcceptedPrefix:
@@ -184,24 +168,17 @@ def _accept_at_once(
 
 
 def _accepts(
-    request: Request,
-    i: jax.Array,
-    drafted: DraftedToken,
-    logprob: jax.Array,
-    best: jax.Array,
-    target: LogitRows,
-    noise_dtype: Any,
+    rows: RequestRows, i: jax.Array, drafted: DraftedToken, logprob: jax.Array, best: jax.Array
 ) -> jax.Array:
     """Returns whether drafted token i, of target log-probability `logprob`, is accepted."""
-    at = address(request.key, request.position + i, Stream.accept(i))
-    u = target.read(
-        lambda: uniform(at, jnp.uint32(0), noise_dtype), lambda: uniform_at_once(at, noise_dtype)
-    )
+    request, target, dtype = rows.request, rows.target, rows.noise_dtype
+    at = rows.address(i, Stream.accept(i))
+    u = target.read(lambda: uniform(at, jnp.uint32(0), dtype), lambda: uniform_at_once(at, dtype))
     if request.rates is not None:
         in_vocabulary = (drafted.token_id >= 0) & (drafted.token_id < target.vocab_size)
         return in_vocabulary & accept_synthetic(u, request.rates[i])
     return jnp.where(
-        parse_temperature(request.temperature).greedy,
+        rows.temperature.greedy,
         accept_greedy(drafted.token_id, best),
         accept_random(u, logprob, drafted.logprob),
     )
@@ -232,7 +209,8 @@ def verify_batch(arrays: VerifyArrays, options: CallOptions, cpu_alone: bool) ->
         only_maxima = greedy if options.skips_greedy_sums else None
         # Without drafts every rule draws the row's token, and this one has the smallest program.
         rule = options.rule if options.max_draft_tokens else COUPLED
-        verified = verify_request(request, target, draft, options.noise_dtype, rule, only_maxima)
+        rows = RequestRows(request, target, draft, options.noise_dtype)
+        verified = verify_request(rows, rule, only_maxima)
         if options.greedy_logprobs:
             return verified
         return verified._replace(logprobs=jnp.where(greedy, jnp.float32(0), verified.logprobs))

@@ -49,7 +49,7 @@ MUTATIONS = (
     ),
     Mutation(
         "specjax.samplers.reference.block.accept_block_prefix",
-        "first = jnp.where(active, judged.length, jnp.int32(0))",
+        "first = jnp.where(is_active(request), judged.length, jnp.int32(0))",
         "first = judged.length",
         block_verification(_XLA),
         "a request of an invalid temperature accepts drafts",

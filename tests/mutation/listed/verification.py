@@ -180,7 +180,7 @@ MUTATIONS = (
     ),
     Mutation(
         f"{_RECOVERY}emit",
-        "(bonus >= 0) & (bonus < target.vocab_size)",
+        "(bonus >= 0) & (bonus < rows.target.vocab_size)",
         "bonus >= 0",
         edges("test_a_given_bonus_outside_the_vocabulary_is_sampled_as_usual[xla-judged]"),
         "an id that no vocabulary holds is emitted as a bonus",
@@ -208,8 +208,8 @@ MUTATIONS = (
     ),
     Mutation(
         f"{_VERIFY}_accepts",
-        "request.position + i",
-        "request.position",
+        "rows.address(i, Stream",
+        "rows.address(0 * i, Stream",
         verify(_CALM),
         "every coin stands at the step's first position",
     ),
@@ -236,15 +236,15 @@ MUTATIONS = (
     ),
     Mutation(
         "specjax.samplers.reference.verify._accept_prefix.judge",
-        "target.row(request.target_row + index)",
-        "target.row(request.target_row + i)",
+        "rows.target_row(index)",
+        "rows.target_row(i)",
         verify(_CALM),
         "the bonus comes from the row before its own",
     ),
     Mutation(
         f"{_RECOVERY}next_token",
-        "request.position + prefix.num_accepted",
-        "request.position",
+        "rows.address(prefix.num_accepted, Stream",
+        "rows.address(0 * prefix.num_accepted, Stream",
         verify(_CALM),
         "the next token's noise stands at the step's first position",
     ),
@@ -299,7 +299,7 @@ MUTATIONS = (
     ),
     Mutation(
         f"{_RECOVERY}_sampled_residual.sampled_log_masses",
-        "prefix.row.normalizer, target_scale",
+        "prefix.row.normalizer, rows.temperature.scale",
         "prefix.row.normalizer, scale",
         verify(_MIXED),
         "p is taken at the draft's temperature",
