@@ -40,19 +40,31 @@ __all__ = [
 
 
 class TreeRows(NamedTuple):
-    """Rows of every request, and statistics [N + 1] of those of one.
+    """A request's tree and its rows: those of every request, and statistics [N + 1] of its own.
 
     Attributes:
+      tree: of the request.
       target: rows of target logits.
       draft: rows of draft logits.
       target_rows: statistics of the request's target rows.
       draft_rows: statistics of its draft rows. Children of one that is invalid are one-hot.
     """
 
+    tree: Tree
     target: LogitRows
     draft: LogitRows
     target_rows: RowStatistics
     draft_rows: RowStatistics
+
+    def target_logprobs(self, row: jax.Array, index: jax.Array) -> jax.Array:
+        """Returns log p of tokens `index` by the raw row; -inf outside the vocabulary."""
+        logits = self.target.row(self.tree.first_row + row).take(index)
+        return _logprobs(logits, self.target_rows, row, self.tree.temperature)
+
+    def draft_logprobs(self, row: jax.Array, index: jax.Array) -> jax.Array:
+        """Returns log q of tokens `index` by the raw row; -inf outside the draft's vocabulary."""
+        logits = self.draft.row(self.tree.first_row + row).take(index)
+        return _logprobs(logits, self.draft_rows, row, self.tree.draft_temperature)
 
 
 class Siblings(NamedTuple):
@@ -119,47 +131,43 @@ def updated_rate(log_rate: jax.Array, mass: jax.Array) -> jax.Array:
 
 
 def child_logprobs(
-    tree: Tree, rows: TreeRows, siblings: Siblings, residual: ResidualRow, child: jax.Array
+    rows: TreeRows, siblings: Siblings, residual: ResidualRow, child: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Returns log p and log q of a child's token, f32[], after the siblings before it.
 
     Args:
-      tree: of one request.
-      rows: its rows.
+      rows: a request's tree and its rows.
       siblings: the nodes rejected so far.
       residual: of the child's parent.
       child: i32.
     """
-    row, token = tree.parents[child] + 1, tree.token_ids[child]
-    m, q = _residual_after(tree, rows, siblings, row, token, *_logprobs(tree, rows, row, token))
+    row, token = rows.tree.parents[child] + 1, rows.tree.token_ids[child]
+    m, q = _residual_after(rows, siblings, row, token)
     q = _divide(q, residual.log_draft_mass)
     return m - residual.log_mass, jnp.where(rows.draft_rows.valid[row], q, jnp.float32(0))
 
 
-def log_weights(
-    tree: Tree, rows: TreeRows, siblings: Siblings, row: jax.Array, index: jax.Array
-) -> jax.Array:
+def log_weights(rows: TreeRows, siblings: Siblings, row: jax.Array, index: jax.Array) -> jax.Array:
     """Returns log m of tokens i32[M] after all rejected children of a row, f32[M]."""
-    p, q = _logprobs(tree, rows, row, index)
-    return _residual_after(tree, rows, siblings, row, index, p, q)[0]
+    return _residual_after(rows, siblings, row, index)[0]
 
 
 def reject_child(
-    tree: Tree, rows: TreeRows, siblings: Siblings, residual: ResidualRow, child: jax.Array
+    rows: TreeRows, siblings: Siblings, residual: ResidualRow, child: jax.Array
 ) -> tuple[Siblings, ResidualRow]:
     """Returns the siblings and the parent's row after the rejection of a child.
 
     Args:
-      tree: of one request.
-      rows: its rows.
+      rows: a request's tree and its rows.
       siblings: the nodes rejected so far.
       residual: of the child's parent.
       child: i32.
     """
+    tree = rows.tree
     row, token = tree.parents[child] + 1, tree.token_ids[child]
     is_sampled = rows.draft_rows.valid[row]
     index = jnp.arange(rows.target.vocab_size, dtype=jnp.int32)
-    m, q = _residual_after(tree, rows, siblings, row, index, *_logprobs(tree, rows, row, index))
+    m, q = _residual_after(rows, siblings, row, index)
     q = _child_logprobs(q, index == token, residual.log_draft_mass, is_sampled)
     log_scale = residual.log_rate - residual.log_mass
     mass = jnp.sum(jnp.exp(residual_log_masses(m + log_scale, q)))
@@ -174,7 +182,7 @@ def reject_child(
     index = jnp.arange(rows.draft.vocab_size, dtype=jnp.int32)
     taken = after.is_rejected & (tree.parents + 1 == row) & (tree.token_ids >= 0)
     taken_ids = jnp.where(taken, tree.token_ids, jnp.int32(rows.draft.vocab_size))
-    q = _draft_logprobs(tree, rows, row, index).at[taken_ids].set(-jnp.inf, mode="drop")
+    q = rows.draft_logprobs(row, index).at[taken_ids].set(-jnp.inf, mode="drop")
     # A logsumexp: the first sibling may have all of q that a float32 holds.
     log_draft_mass = jax.nn.logsumexp(q)
     return after, ResidualRow(
@@ -185,16 +193,11 @@ def reject_child(
 
 
 def _residual_after(
-    tree: Tree,
-    rows: TreeRows,
-    siblings: Siblings,
-    row: jax.Array,
-    index: jax.Array,
-    target_logprobs: jax.Array,
-    draft_logprobs: jax.Array,
+    rows: TreeRows, siblings: Siblings, row: jax.Array, index: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Returns log m, and log q without the siblings' tokens, of tokens `index` of any shape."""
-    size = tree.parents.shape[0]
+    tree, size = rows.tree, rows.tree.parents.shape[0]
+    p, q = rows.target_logprobs(row, index), rows.draft_logprobs(row, index)
     is_step = siblings.is_rejected & (tree.parents + 1 == row)
     is_sampled = rows.draft_rows.valid[row]
     nodes = jnp.arange(size, dtype=jnp.int32)
@@ -204,12 +207,11 @@ def _residual_after(
         is_token = index == tree.token_ids[child]
         child_q = _child_logprobs(q, is_token, siblings.log_draft_mass[child], is_sampled)
         m = residual_logprobs(m + siblings.log_scale[child], child_q)
-        m = jnp.where(siblings.is_empty[child], target_logprobs, m)
+        m = jnp.where(siblings.is_empty[child], p, m)
         q = jnp.where(is_token, -jnp.inf, q)
         return pvary_like((first_index(is_step & (nodes > child)), m, q), state)
 
-    start = (first_index(is_step), target_logprobs, draft_logprobs)
-    start = pvary_like(start, tree, rows, siblings)
+    start = pvary_like((first_index(is_step), p, q), rows, siblings)
     _, m, q = jax.lax.while_loop(lambda state: state[0] < size, step, start)
     return m, q
 
@@ -228,18 +230,8 @@ def _divide(q: jax.Array, log_draft_mass: jax.Array) -> jax.Array:
 
 
 def _logprobs(
-    tree: Tree, rows: TreeRows, row: jax.Array, index: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Returns log p and log q of tokens `index` by the raw rows; -inf outside a vocabulary."""
-    target = rows.target.row(tree.first_row + row)
-    normalizer = jax.tree.map(lambda x: x[row], rows.target_rows.normalizer)
-    scale = parse_temperature(tree.temperature).scale
-    p = token_logprobs(target.take(index), normalizer, scale)
-    return p, _draft_logprobs(tree, rows, row, index)
-
-
-def _draft_logprobs(tree: Tree, rows: TreeRows, row: jax.Array, index: jax.Array) -> jax.Array:
-    draft = rows.draft.row(tree.first_row + row)
-    normalizer = jax.tree.map(lambda x: x[row], rows.draft_rows.normalizer)
-    scale = parse_temperature(tree.draft_temperature).scale
-    return token_logprobs(draft.take(index), normalizer, scale)
+    logits: jax.Array, rows: RowStatistics, row: jax.Array, temperature: jax.Array
+) -> jax.Array:
+    """Returns log-probabilities of kept logits of a row, by the statistics [N + 1] of all rows."""
+    normalizer = jax.tree.map(lambda x: x[row], rows.normalizer)
+    return token_logprobs(logits, normalizer, parse_temperature(temperature).scale)

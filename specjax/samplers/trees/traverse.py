@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax.core.acceptance import log_ratio
-from specjax.core.gumbel_max import gumbel_max_token, token_logprobs
+from specjax.core.gumbel_max import gumbel_max_token
 from specjax.core.logsumexp import block_logprobs
 from specjax.core.noise import Stream, address, uniform
 from specjax.core.residual import residual_log_masses
@@ -77,14 +77,14 @@ def traverse_tree(
     is_read = jnp.pad(is_used, (1, 0), constant_values=True)
     target_rows = row_statistics_of(target, tree.first_row, tree.temperature, is_read)
     draft_rows = row_statistics_of(draft, tree.first_row, tree.draft_temperature, has_child)
-    rows = TreeRows(target, draft, target_rows, draft_rows)
-    end = _visit(tree, rows, noise_dtype)
-    return _path_to(tree, rows, end, max_depth, noise_dtype)
+    rows = TreeRows(tree, target, draft, target_rows, draft_rows)
+    end = _visit(rows, noise_dtype)
+    return _path_to(rows, end, max_depth, noise_dtype)
 
 
-def _visit(tree: Tree, rows: TreeRows, noise_dtype: Any) -> _VisitState:
+def _visit(rows: TreeRows, noise_dtype: Any) -> _VisitState:
     """Returns the state at the first accepted node; the root is always accepted."""
-    size = tree.parents.shape[0]
+    tree, size = rows.tree, rows.tree.parents.shape[0]
     nodes = jnp.arange(size, dtype=jnp.int32)
 
     def step(state: _VisitState) -> _VisitState:
@@ -94,7 +94,7 @@ def _visit(tree: Tree, rows: TreeRows, noise_dtype: Any) -> _VisitState:
         child = first_index(is_child & (nodes > state.tried))
         has_child, i = child < size, jnp.minimum(child, size - 1)
         residual = jax.tree.map(lambda x: x[row], state.residuals)
-        p, q = child_logprobs(tree, rows, state.siblings, residual, i)
+        p, q = child_logprobs(rows, state.siblings, residual, i)
         in_vocabulary = (tree.token_ids[i] >= 0) & (tree.token_ids[i] < rows.target.logits.shape[1])
         # A token with q = 0 cannot have been drawn here: p, q and r stay.
         skips = has_child & in_vocabulary & (q == -jnp.inf)
@@ -110,7 +110,7 @@ def _visit(tree: Tree, rows: TreeRows, noise_dtype: Any) -> _VisitState:
 
         def reject() -> tuple[ResidualRow, Siblings]:
             at_parent = jax.tree.map(lambda x: x[above], state.residuals)
-            siblings, after = reject_child(tree, rows, state.siblings, at_parent, rejected)
+            siblings, after = reject_child(rows, state.siblings, at_parent, rejected)
             return jax.tree.map(lambda x, y: x.at[above].set(y), state.residuals, after), siblings
 
         residuals, siblings = jax.lax.cond(
@@ -141,7 +141,7 @@ def _visit(tree: Tree, rows: TreeRows, noise_dtype: Any) -> _VisitState:
         residuals=ResidualRow(whole, whole, whole),
         siblings=Siblings(none, none, zeros, zeros),
     )
-    start = pvary_like(start, tree, rows)
+    start = pvary_like(start, rows)
     return jax.lax.while_loop(lambda state: ~state.accepted, step, start)
 
 
@@ -153,23 +153,15 @@ def _accepts(tree: Tree, node: jax.Array, log_rate: jax.Array, noise_dtype: Any)
     return jnp.log(u) < log_rate.astype(u.dtype)
 
 
-def _path_to(
-    tree: Tree, rows: TreeRows, end: _VisitState, max_depth: int, noise_dtype: Any
-) -> AcceptedPath:
+def _path_to(rows: TreeRows, end: _VisitState, max_depth: int, noise_dtype: Any) -> AcceptedPath:
     """Returns the path from the root to the accepted node, and draws the token after it."""
-    node = end.node
+    tree, node = rows.tree, end.node
     num_accepted = jnp.where(node < 0, jnp.int32(0), tree.depths[jnp.maximum(node, 0)] + 1)
-
-    def logprob_of(row: jax.Array, token: jax.Array) -> jax.Array:
-        target = rows.target.row(tree.first_row + row)
-        normalizer = jax.tree.map(lambda x: x[row], rows.target_rows.normalizer)
-        scale = parse_temperature(tree.temperature).scale
-        return token_logprobs(target.take(token), normalizer, scale)
 
     def climb(state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         v, nodes, logprobs = state
         depth, parent = tree.depths[v], tree.parents[v]
-        logprob = logprob_of(parent + 1, tree.token_ids[v])
+        logprob = rows.target_logprobs(parent + 1, tree.token_ids[v])
         after = parent, nodes.at[depth].set(v), logprobs.at[depth].set(logprob)
         return pvary_like(after, state)
 
@@ -177,18 +169,16 @@ def _path_to(
         jnp.full_like(tree.position, -1, shape=(max_depth,)),
         jnp.zeros_like(tree.temperature, shape=(max_depth,)),
     )
-    start = pvary_like((node, *path), tree, rows, end)
+    start = pvary_like((node, *path), rows, end)
     _, nodes, logprobs = jax.lax.while_loop(lambda state: state[0] >= 0, climb, start)
-    token = _draw(tree, rows, end, num_accepted, noise_dtype)
-    valid = rows.target_rows.valid[node + 1]
-    return AcceptedPath(nodes, logprobs, num_accepted, token, logprob_of(node + 1, token), valid)
+    token = _draw(rows, end, num_accepted, noise_dtype)
+    logprob, valid = rows.target_logprobs(node + 1, token), rows.target_rows.valid[node + 1]
+    return AcceptedPath(nodes, logprobs, num_accepted, token, logprob, valid)
 
 
-def _draw(
-    tree: Tree, rows: TreeRows, end: _VisitState, num_accepted: jax.Array, noise_dtype: Any
-) -> jax.Array:
+def _draw(rows: TreeRows, end: _VisitState, num_accepted: jax.Array, noise_dtype: Any) -> jax.Array:
     """Returns the token drawn from the accepted node's row after its rejected children."""
-    row = end.node + 1
+    tree, row = rows.tree, end.node + 1
     target = rows.target.row(tree.first_row + row)
     scale = parse_temperature(tree.temperature).scale
     normalizer = jax.tree.map(lambda x: x[row], rows.target_rows.normalizer)
@@ -197,7 +187,7 @@ def _draw(
     is_whole = (last < 0) | end.siblings.is_empty[last]
 
     def weights(index: jax.Array) -> jax.Array:
-        return log_weights(tree, rows, end.siblings, row, index)
+        return log_weights(rows, end.siblings, row, index)
 
     def whole_masses() -> jax.Array:
         return block_logprobs(target.partials(scale), normalizer, scale)
