@@ -250,11 +250,7 @@ def uniform_at_once(at: Words, dtype: Any) -> jax.Array:
 
 
 def gumbel(
-    at: Words,
-    level: int,
-    index: jax.Array,
-    dtype: Any = jnp.float32,
-    threefry: Hash = threefry2x32,
+    at: Words, level: int, index: jax.Array, dtype: Any = jnp.float32, threefry: Hash = threefry2x32
 ) -> jax.Array:
     """Returns the Gumbels of one level of two-level sampling at an address.
 

@@ -292,9 +292,7 @@ class SplitRows(LogitRows):
 
 
 def logit_rows(
-    logits: jax.Array,
-    split: VocabularySplit | None = None,
-    cutoff: jax.Array | None = None,
+    logits: jax.Array, split: VocabularySplit | None = None, cutoff: jax.Array | None = None
 ) -> LogitRows:
     """Returns rows of logits as what they are: whole, or split over devices.
 

@@ -154,10 +154,7 @@ def _bound_top_p(partials: MaxSum, row: _Row, top_p: jax.Array) -> jax.Array:
     target = required_mass(top_p, row.mass) * jnp.float32(1 + BOUND_SLACK)
     bracket = initial_bracket(row.low, row.anchor, row.cuts_p)
     bracket = _search(
-        bracket,
-        target,
-        lambda pivot: mass_bound(partials, pivot, row.anchor, row.scale),
-        None,
+        bracket, target, lambda pivot: mass_bound(partials, pivot, row.anchor, row.scale), None
     )
     return key_value(bracket.low)
 

@@ -10,12 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax.checks import as_array, check_count, parse_array
-from specjax.core.token_map import (
-    check_token_map,
-    invert_token_map,
-    map_draft_ids,
-    take_mapped,
-)
+from specjax.core.token_map import check_token_map, invert_token_map, map_draft_ids, take_mapped
 from specjax.processing.bad_words import word_lengths
 from specjax.processing.history import History
 from specjax.processing.sampling_params import SamplingParams

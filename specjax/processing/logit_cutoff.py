@@ -12,12 +12,7 @@ from specjax.core.truncation import Filters
 from specjax.devices.map_parts import map_parts
 from specjax.devices.placement import pvary_like
 from specjax.devices.rows import logit_rows
-from specjax.devices.vocabulary_split import (
-    VocabularySplit,
-    axis_of,
-    parse_split,
-    plain_if_split,
-)
+from specjax.devices.vocabulary_split import VocabularySplit, axis_of, parse_split, plain_if_split
 from specjax.implementation import Implementation, choose_implementation, resolve_implementation
 from specjax.processing.cutoff_xla import cutoff_of_rows
 
@@ -153,10 +148,7 @@ def _once_per_row(logits: jax.Array, temperature: jax.Array, filters: Filters) -
 
 
 def cutoff_shard(
-    batch: _Batch,
-    *,
-    implementation: Implementation,
-    split: VocabularySplit | None = None,
+    batch: _Batch, *, implementation: Implementation, split: VocabularySplit | None = None
 ) -> jax.Array:
     """Returns the cutoffs of a batch, or of one shard of it.
 
