@@ -148,7 +148,7 @@ def _kept_compilations():
 # workers would wait for it; files of a few seconds, and docstrings, fill what is left.
 _LONGEST_FILES = (
     "tests/models/decoder/test_decode_step.py",
-    "tests/pallas/test_interpret.py",
+    "tests/pallas/test_verify.py",
     "tests/pallas/test_lowering.py",
     "tests/repo/test_house.py",
     "tests/processing/test_cutoff.py",

@@ -7,6 +7,7 @@ from .tests import (
     interpreted,
     kernel_configs,
     lowered,
+    sample_kernels,
     sampling,
     threefry,
     verify,
@@ -288,7 +289,7 @@ MUTATIONS = (
         f"{_PALLAS}gumbel_max.draw_token",
         "token_id.astype(jnp.uint32)",
         "(token_id % SAMPLING_BLOCK).astype(jnp.uint32)",
-        interpreted("test_samples_are_the_reference_s[1025]"),
+        sample_kernels("test_samples_are_the_reference_s[1025]"),
         "every block draws its tokens with the first block's noise",
     ),
     Mutation(
@@ -316,7 +317,7 @@ MUTATIONS = (
         f"{_PALLAS}gumbel_max.draw_noise",
         "gumbel(address, BLOCK_LEVEL, block",
         "gumbel(address, TOKEN_LEVEL, block",
-        interpreted("test_samples_are_the_reference_s[1025]"),
+        sample_kernels("test_samples_are_the_reference_s[1025]"),
         "blocks and tokens share their noise",
     ),
     Mutation(
@@ -428,7 +429,7 @@ MUTATIONS = (
         f"{_PALLAS}sample.sample_reduce_kernel",
         "scale, cutoff, tile",
         "scale, None, tile",
-        interpreted("test_samples_are_the_reference_s[1025]"),
+        sample_kernels("test_samples_are_the_reference_s[1025]"),
         "the cutoff is ignored where rows are reduced",
     ),
     Mutation(
@@ -442,7 +443,7 @@ MUTATIONS = (
         f"{_PALLAS}sample.sample_reduce_kernel",
         "own = split * count",
         "own = split * 0",
-        interpreted("test_noise_in_parts_or_in_none_draws_the_reference_s_samples[4]"),
+        sample_kernels("test_noise_in_parts_or_in_none_draws_the_reference_s_samples[4]"),
         "every part of the noise is the first",
     ),
     Mutation(

@@ -53,6 +53,7 @@ __all__ = [
     "saved_programs",
     "sampling",
     "pivots",
+    "sample_kernels",
     "searches",
     "stop_strings",
     "text_streams",
@@ -112,7 +113,7 @@ grammars = _of("processing/test_grammar.py")
 greedy_logprobs = _of("samplers/test_greedy_logprobs.py")
 group_lookup = _of("contrib/tunix/test_group_lookup.py")
 head_folders = _of("models/test_head_folders.py")
-interpreted = _of("pallas/test_interpret.py")
+interpreted = _of("pallas/test_verify.py")
 json_schemas = _of("contrib/grammars/test_json_schema.py")
 kernel_configs = _of("pallas/test_kernel_config.py")
 laws = _of("laws/test_laws.py")
@@ -133,6 +134,7 @@ sampling = _of("samplers/test_gumbel_sample.py")
 acceptance_rates = _of("theory/test_acceptance_rates.py")
 searches = _of("core/test_bisection.py")
 pivots = _of("core/test_pivot_search.py")
+sample_kernels = _of("pallas/test_sample.py")
 stop_strings = _of("engine/test_stop_strings.py")
 text_streams = _of("engine/test_text_stream.py")
 streamed = _of("cli/test_stream_programs.py")
