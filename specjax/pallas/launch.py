@@ -26,6 +26,7 @@ __all__ = [
     "cond_or",
     "divmod_i32",
     "dot",
+    "inline_asm",
     "interpreter_barrier",
     "is_last_arrival",
     "launch",
@@ -105,6 +106,25 @@ def output(shape: tuple[int, ...], dtype: Any = jnp.float32) -> Any:
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
+def inline_asm(
+    ptx: str, constraints: str, *args: jax.Array, pack: int = 1, dtype: Any = None
+) -> jax.Array:
+    """Returns the result of PTX on the elements of arrays of one shape.
+
+    Args:
+      ptx: whose operand 0 is the result.
+      constraints: of the result and the arguments.
+      *args: arrays of at least one axis.
+      pack: elements per call.
+      dtype: of the result; None is that of the first argument.
+    """
+    shape = jax.ShapeDtypeStruct(args[0].shape, args[0].dtype if dtype is None else dtype)
+    (result,) = plgpu.elementwise_inline_asm(
+        ptx, args=list(args), constraints=constraints, pack=pack, result_shape_dtypes=[shape]
+    )
+    return result
+
+
 def make_exp2(interpret: bool) -> Callable[[jax.Array], jax.Array]:
     """Returns the function x -> 2^x by the GPU's `ex2.approx.ftz`, which flushes below 2^-126 to 0.
 
@@ -115,14 +135,7 @@ def make_exp2(interpret: bool) -> Callable[[jax.Array], jax.Array]:
 
 
 def _ex2(x: jax.Array) -> jax.Array:
-    (result,) = plgpu.elementwise_inline_asm(
-        "ex2.approx.ftz.f32 $0, $1;",
-        args=[x],
-        constraints="=f,f",
-        pack=1,
-        result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, x.dtype)],
-    )
-    return result
+    return inline_asm("ex2.approx.ftz.f32 $0, $1;", "=f,f", x)
 
 
 def make_nan_to_inf(interpret: bool) -> Callable[[jax.Array], jax.Array]:
@@ -142,14 +155,8 @@ def _min_inf(x: jax.Array) -> jax.Array:
         "float32": ("f", "f32", "0f7F800000"),
     }[x.dtype.name]
     size = "f32" if register == "f" else "b32"
-    (result,) = plgpu.elementwise_inline_asm(
-        f"{{ .reg .{size} inf; mov.{size} inf, {inf}; min.{kind} $0, $1, inf; }}",
-        args=[x],
-        constraints=f"={register},{register}",
-        pack=4 // x.dtype.itemsize,
-        result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, x.dtype)],
-    )
-    return result
+    ptx = f"{{ .reg .{size} inf; mov.{size} inf, {inf}; min.{kind} $0, $1, inf; }}"
+    return inline_asm(ptx, f"={register},{register}", x, pack=4 // x.dtype.itemsize)
 
 
 def make_add_above(interpret: bool) -> Callable[..., jax.Array]:
@@ -168,14 +175,8 @@ def make_add_above(interpret: bool) -> Callable[..., jax.Array]:
 
 
 def _add_above(sums: jax.Array, x: jax.Array, pivots: jax.Array, weights: jax.Array) -> jax.Array:
-    (result,) = plgpu.elementwise_inline_asm(
-        "{ .reg .f32 reached; set.ge.f32.f32 reached, $2, $3; fma.rn.f32 $0, reached, $4, $1; }",
-        args=[sums, x, pivots, weights],
-        constraints="=f,f,f,f,f",
-        pack=1,
-        result_shape_dtypes=[jax.ShapeDtypeStruct(sums.shape, sums.dtype)],
-    )
-    return result
+    ptx = "{ .reg .f32 reached; set.ge.f32.f32 reached, $2, $3; fma.rn.f32 $0, reached, $4, $1; }"
+    return inline_asm(ptx, "=f,f,f,f,f", sums, x, pivots, weights)
 
 
 def is_last_arrival(counter: Any, index: tuple[Any, ...], total: int, interpret: bool) -> jax.Array:
@@ -210,14 +211,8 @@ def launch_dependents(index: jax.Array) -> jax.Array:
     data dependency keeps the instruction before them. Only program order keeps it after a main
     loop.
     """
-    (result,) = plgpu.elementwise_inline_asm(
-        "griddepcontrol.launch_dependents; mov.b32 $0, $1;",
-        args=[jnp.broadcast_to(index, (1,))],
-        constraints="=r,r",
-        pack=1,
-        result_shape_dtypes=[jax.ShapeDtypeStruct((1,), index.dtype)],
-    )
-    return jnp.sum(result, dtype=index.dtype)
+    ptx = "griddepcontrol.launch_dependents; mov.b32 $0, $1;"
+    return jnp.sum(inline_asm(ptx, "=r,r", jnp.broadcast_to(index, (1,))), dtype=index.dtype)
 
 
 def cond_or(predicate: jax.Array, function: Callable[[], Any], otherwise: Any) -> Any:

@@ -9,9 +9,9 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.pallas import triton as plgpu
 
 from specjax.core.noise import PARITY, ROTATIONS, Hash, Words, threefry2x32
+from specjax.pallas.launch import inline_asm
 
 __all__ = ["make_threefry", "threefry_ptx"]
 
@@ -32,20 +32,13 @@ def _threefry2x32(key: Words, count: Words) -> Words:
     shape = jnp.broadcast_shapes(*[word.shape for word in operands])
     # The instruction takes only tiles; the sum of one element is that element.
     operands = [jnp.broadcast_to(word, shape or (1,)) for word in operands]
-    words = [_run(threefry_ptx(index), operands) for index in (0, 1)]
+    words = [
+        inline_asm(threefry_ptx(index), "=r,r,r,r,r", *operands, dtype=jnp.int32)
+        for index in (0, 1)
+    ]
+    words = [word.astype(jnp.uint32) for word in words]
     x0, x1 = words if shape else [jnp.sum(word, dtype=jnp.uint32) for word in words]
     return x0, x1
-
-
-def _run(ptx: str, operands: list[jax.Array]) -> jax.Array:
-    (result,) = plgpu.elementwise_inline_asm(
-        ptx,
-        args=operands,
-        constraints="=r,r,r,r,r",
-        pack=1,
-        result_shape_dtypes=[jax.ShapeDtypeStruct(operands[0].shape, jnp.int32)],
-    )
-    return result.astype(jnp.uint32)
 
 
 @functools.cache

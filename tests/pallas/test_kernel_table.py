@@ -21,7 +21,7 @@ def launched_kernels():
                 continue
             calls = [each for each in ast.walk(function) if isinstance(each, ast.Call)]
             callees = {getattr(each.func, "attr", getattr(each.func, "id", "")) for each in calls}
-            if "launch" in callees:
+            if callees & {"launch", "launch_draw"}:
                 names = [name for name in names_in(function) if name.endswith("_kernel")]
                 yield from ((path.name, name) for name in names)
 

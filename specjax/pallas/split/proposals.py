@@ -33,6 +33,7 @@ from specjax.pallas.next_token import (
     verification_of,
 )
 from specjax.pallas.residual import load_residual_terms
+from specjax.pallas.split.shared_rows import best_of_devices
 from specjax.types import Verification
 
 __all__ = ["choose", "proposal_shape", "store_proposal"]
@@ -170,12 +171,7 @@ def choose(gathered: jax.Array, schedule: Schedule) -> Verification:
     mass = jnp.sum(numbers[:, :, _MASS], axis=0)
     has_mass = mass > numbers[0, :, _MIN_MASS]
     scores = jnp.where(has_mass[None], numbers[:, :, _SCORE], numbers[:, :, _FALLBACK_SCORE])
-    best, score = gathered[0], scores[0]
-    # A loop over few devices, so that it is one kernel. Ties go to the lowest token.
-    for device in range(1, gathered.shape[0]):
-        is_better = scores[device] > score
-        best = jnp.where(is_better[:, None], gathered[device], best)
-        score = jnp.where(is_better, scores[device], score)
+    best = best_of_devices(gathered, scores)
     num_rows = schedule.rows_per_request
     tokens, logprobs = best[:, _NUM_SCALARS:][:, :num_rows], best[:, _NUM_SCALARS + num_rows :]
     num_accepted = best[:, _ACCEPTED]

@@ -37,7 +37,7 @@ from specjax.pallas.blocks import block_argmax
 from specjax.pallas.gumbel_max import Draw, draw_token
 from specjax.pallas.launch import output
 from specjax.pallas.sample import DrawOperands, launch_draw, load_row, sample_rows
-from specjax.pallas.split.shared_rows import first_token_of
+from specjax.pallas.split.shared_rows import best_of_devices, first_token_of
 from specjax.types import Sample, Verification
 
 __all__ = [
@@ -124,12 +124,7 @@ def _choose(gathered: jax.Array, temperature: jax.Array) -> Sample:
     log_masses = block_logprobs(partials, normalizer, parsed.scale).T
     scores = jnp.where(log_masses == -jnp.inf, -jnp.inf, gathered[..., _SCORE] + log_masses)
     scores = jnp.where(parsed.greedy[None], flush_subnormals(gathered[..., _MAX]), scores)
-    best, score = gathered[0], scores[0]
-    # A loop over few devices, so that it is one kernel. Ties go to the lowest token.
-    for device in range(1, gathered.shape[0]):
-        is_better = scores[device] > score
-        best = jnp.where(is_better[:, None], gathered[device], best)
-        score = jnp.where(is_better, scores[device], score)
+    best = best_of_devices(gathered, scores)
     valid = parsed.valid & statistics.valid
     logprob = token_logprobs(best[:, _LOGIT], normalizer, parsed.scale)
     return Sample(

@@ -20,6 +20,7 @@ from specjax.pallas.launch import output
 
 __all__ = [
     "SharedRows",
+    "best_of_devices",
     "first_token_of",
     "load_first_token",
     "shared_shape",
@@ -100,6 +101,22 @@ class _StridedRef:
         if self._offset is not None:
             value = (value + self._offset).astype(jnp.float32)
         self._values[row, tile + self._first] = value
+
+
+def best_of_devices(gathered: jax.Array, scores: jax.Array) -> jax.Array:
+    """Returns of each row the proposal [R, columns] of best score; ties go to the first device.
+
+    Args:
+      gathered: the proposals of all devices, [D, R, columns].
+      scores: [D, R].
+    """
+    best, score = gathered[0], scores[0]
+    # A loop over few devices, so that it is one kernel. Devices are in the order of their tokens.
+    for device in range(1, gathered.shape[0]):
+        is_better = scores[device] > score
+        best = jnp.where(is_better[:, None], gathered[device], best)
+        score = jnp.where(is_better, scores[device], score)
+    return best
 
 
 def shared_shape(num_rows: int, num_tiles: int) -> SharedRows:

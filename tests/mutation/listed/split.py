@@ -390,7 +390,7 @@ MUTATIONS = (
         "a tile's largest subnormal logit is above another's zero, on one device or on several",
     ),
     Mutation(
-        f"{_PALLAS}split.sample._choose",
+        f"{_PALLAS}split.shared_rows.best_of_devices",
         "scores[device] > score",
         "scores[device] >= score",
         split_kernels(_SAMPLES),
