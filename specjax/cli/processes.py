@@ -28,12 +28,13 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from specjax.cli.option_table import Option
 from specjax.cli.streams import end_with_error
 
 __all__ = [
     "HEARTBEAT_SECONDS",
     "JOIN_SECONDS",
-    "add_process_options",
+    "PROCESS_OPTIONS",
     "check_process_options",
     "check_same_inputs",
     "collective_errors",
@@ -51,22 +52,6 @@ _OWN_FILES = {"target", "draft", "prompt", "prompt_file", "json_schema"}
 _OWN_OPTIONS = _OWN_FILES | {"coordinator", "process", "json", "quiet"}
 
 
-def add_process_options(group: Any) -> None:
-    """Adds the options to a group of a parser."""
-    group.add_argument(
-        "--coordinator",
-        metavar="HOST:PORT",
-        help="where process 0 waits for the others, for --process",
-    )
-    group.add_argument(
-        "--process",
-        type=_parse_process,
-        metavar="I/N",
-        help="this is process I of N, from 0, each started with the same prompt and options; "
-        "--mesh counts the devices of all; process 0 writes the text",
-    )
-
-
 def _parse_process(text: str) -> tuple[int, int]:
     """Returns the process's number and the number of processes."""
     numbers = re.fullmatch(r"(\d+)/(\d+)", text)
@@ -75,6 +60,16 @@ def _parse_process(text: str) -> tuple[int, int]:
             f"{text!r} is no process I/N with 0 <= I < N; the first of two is 0/2"
         )
     return int(numbers[1]), int(numbers[2])
+
+
+PROCESS_OPTIONS = {
+    "coordinator": Option(str, "HOST:PORT", "where process 0 waits for the others, for --process"),
+    "process": Option(
+        *(_parse_process, "I/N"),
+        "this is process I of N, from 0, each started with the same prompt and options; --mesh "
+        "counts the devices of all; process 0 writes the text",
+    ),
+}
 
 
 def check_process_options(options: argparse.Namespace) -> None:

@@ -1,19 +1,19 @@
 """Options of `specjax generate` for drafting and verification: a `SpeculativeConfig`."""
 
 import argparse
-import dataclasses
 import json
 import os
 import re
 from collections.abc import Callable
 from typing import Any
 
+from specjax.cli.option_table import Option, flag, option_name
 from specjax.config import SpeculativeConfig
 from specjax.core import rules
 from specjax.core.rule import StaticRule
 from specjax.file_io import quote, read_file, shorten
 
-__all__ = ["add_speculation_options", "make_config"]
+__all__ = ["SPECULATION_OPTIONS", "make_config", "make_config_of"]
 
 # Rules: their constructors, parameters, and the parameters that an error shows.
 _RULES: dict[str, tuple[Callable[..., StaticRule], tuple[type, ...], str]] = {
@@ -23,35 +23,24 @@ _RULES: dict[str, tuple[Callable[..., StaticRule], tuple[type, ...], str]] = {
     "ensemble": (rules.ensemble, (float,), "0.5"),
 }
 _MAX_BYTES = 2**24
-_CONFIG_FIELDS = dataclasses.fields(SpeculativeConfig)
-
-
-def add_speculation_options(group: Any) -> None:
-    """Adds an option for each field of `SpeculativeConfig`."""
-    for field in _CONFIG_FIELDS:
-        option = "--" + field.name.replace("_", "-")
-        if field.name in _OPTION_TEXTS:
-            parse, metavar, text = _OPTION_TEXTS[field.name]
-            default = None if field.name == "num_speculative_tokens" else field.default
-            if default is not None:
-                text += f"; default: {default}"
-            group.add_argument(option, type=parse, default=default, metavar=metavar, help=text)
-        else:
-            group.add_argument(option, action="store_true", help="draw Gumbel noise in float64")
 
 
 def make_config(options: argparse.Namespace) -> SpeculativeConfig:
     """Returns the config that the options describe; refuses a wrong one by the option's name."""
-    fields = {field.name: getattr(options, field.name) for field in _CONFIG_FIELDS}
+    fields = {name: getattr(options, name) for name in SPECULATION_OPTIONS}
     if fields["num_speculative_tokens"] is None:
         synthetic = options.rejection_sample_method == "synthetic"
         fields["num_speculative_tokens"] = 4 if synthetic else "auto"
+    return make_config_of(**fields)
+
+
+def make_config_of(*, rule: str | None = None, **fields: Any) -> SpeculativeConfig:
+    """Returns the config of some fields; names in an error are those of options."""
     try:
-        fields["rule"] = None if options.rule is None else _parse_rule(options.rule)
-        return SpeculativeConfig(**fields)
+        return SpeculativeConfig(rule=None if rule is None else _parse_rule(rule), **fields)
     except ValueError as error:
-        names = rf"\b(?:{'|'.join(fields)})\b"
-        message = re.sub(names, lambda name: "--" + name[0].replace("_", "-"), str(error))
+        names = rf"\b(?:{'|'.join(SPECULATION_OPTIONS)})\b"
+        message = re.sub(names, lambda name: option_name(name[0]), str(error))
         raise ValueError(message) from None
 
 
@@ -104,53 +93,47 @@ def _parse_rule(text: str) -> StaticRule:
         raise ValueError(f"rule is {text!r}: {error}") from None
 
 
-# How each option is parsed, its value's name, and its help.
-_OPTION_TEXTS = {
-    "num_speculative_tokens": (
-        _parse_k,
-        "K",
+# An option for each field of `SpeculativeConfig`.
+SPECULATION_OPTIONS = {
+    "num_speculative_tokens": Option(
+        *(_parse_k, "K"),
         "drafted tokens per step (K), 1 to 32, or auto: as many as are worth it, by the past "
         "acceptance and --step-costs; default: a head's own, else auto, for synthetic 4",
     ),
-    "rejection_sample_method": (
-        str,
-        "METHOD",
+    "rejection_sample_method": Option(
+        *(str, "METHOD"),
         "standard: accept by min(1, p / q); block: accept drafted tokens together, and more of "
         "them; coupled: accept what the target draws too, which makes a seed's text the one "
         "without drafts, and accepts as many greedy drafts and tokens of prompt lookup; "
         "synthetic: accept at given rates",
+        default="standard",
     ),
-    "draft_sample_method": (
-        str,
-        "METHOD",
+    "draft_sample_method": Option(
+        *(str, "METHOD"),
         "probabilistic: sample drafted tokens; greedy: draft the most probable",
+        default="probabilistic",
     ),
-    "synthetic_acceptance_rate": (float, "R", "for synthetic: mean of the rates, in [0, 1]"),
-    "synthetic_acceptance_rates": (
-        _parse_numbers,
-        "R,R,...",
+    "synthetic_acceptance_rate": Option(float, "R", "for synthetic: mean of the rates, in [0, 1]"),
+    "synthetic_acceptance_rates": Option(
+        *(_parse_numbers, "R,R,..."),
         "for synthetic: K rates; rate i is the share of steps that accept positions 1 to i",
     ),
-    "synthetic_acceptance_length": (
-        float,
-        "L",
-        "for synthetic: mean tokens per step, in [1, K + 1]",
+    "synthetic_acceptance_length": Option(
+        float, "L", "for synthetic: mean tokens per step, in [1, K + 1]"
     ),
-    "step_costs": (
-        _parse_step_costs,
-        "C,C,...|FILE",
+    "use_fp64_gumbel": flag("draw Gumbel noise in float64"),
+    "step_costs": Option(
+        *(_parse_step_costs, "C,C,...|FILE"),
         "for auto: relative times of steps that draft 0, 1, ... tokens, or a FILE of the JSON "
         "of `specjax sweep` on this machine; default: a cautious table, or that next to a head",
     ),
-    "usual_acceptance_rate": (
-        float,
-        "R",
+    "usual_acceptance_rate": Option(
+        *(float, "R"),
         "for auto with --input: how often a drafted token is accepted whose predecessors were, in "
         "[0, 1], as `specjax sweep` says; default: 0.55, or that next to a head",
     ),
-    "rule": (
-        str,
-        "RULE",
+    "rule": Option(
+        *(str, "RULE"),
         "for standard: another rule of acceptance, not exact: lenience:L accepts by "
         "min(1, p / (L q)); typical:E,D where p > min(E, D exp(-entropy)); relaxed:N,D the N "
         "most probable tokens within D of the top one; ensemble:A follows A p + (1 - A) q",

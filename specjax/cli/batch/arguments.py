@@ -1,39 +1,30 @@
 """Options of `specjax generate` for a file of prompts."""
 
 import argparse
-from typing import Any
 
-__all__ = ["add_batch_options", "check_batch_options"]
+from specjax.cli.option_table import Option, check_limits, flag
 
-_MAX_SLOTS = 4096
+__all__ = ["BATCH_OPTIONS", "check_batch_options"]
 
-
-def add_batch_options(group: Any) -> None:
-    """Adds the options of a file of prompts to a group of `generate`."""
-    group.add_argument(
-        "--input",
-        metavar="FILE",
-        help="JSON lines, each an object with a prompt, prompt_token_ids or messages, and perhaps "
-        "an id, a seed, stop strings and options of its own; needs --output",
-    )
-    group.add_argument(
-        "--output",
-        metavar="FILE",
-        help="JSON lines, one as each request ends; those that the file has already are not "
-        "decoded again",
-    )
-    group.add_argument(
-        "--num-slots",
-        type=int,
-        metavar="B",
-        help="requests of --input that are decoded at once; default: 16",
-    )
-    group.add_argument(
-        "--skip-malformed",
-        action="store_true",
-        help="name malformed lines of --input on standard error and leave them out; without it "
-        "nothing is decoded",
-    )
+BATCH_OPTIONS = {
+    "input": Option(
+        *(str, "FILE"),
+        "JSON lines, each an object with a prompt, prompt_token_ids or messages, and perhaps an "
+        "id, a seed, stop strings and options of its own; needs --output",
+    ),
+    "output": Option(
+        *(str, "FILE"),
+        "JSON lines, one as each request ends; those that the file has already are not decoded "
+        "again",
+    ),
+    "num_slots": Option(
+        int, "B", "requests of --input that are decoded at once; default: 16", (1, 4096)
+    ),
+    "skip_malformed": flag(
+        "name malformed lines of --input on standard error and leave them out; without it nothing "
+        "is decoded",
+    ),
+}
 
 
 def check_batch_options(options: argparse.Namespace) -> None:
@@ -61,7 +52,4 @@ def check_batch_options(options: argparse.Namespace) -> None:
         if value:
             raise ValueError(f"--input is given and {name}; give one of them.")
     options.num_slots = 16 if options.num_slots is None else options.num_slots
-    if not 1 <= options.num_slots <= _MAX_SLOTS:
-        raise ValueError(
-            f"--num-slots is {options.num_slots}; it needs to be in [1, {_MAX_SLOTS}]."
-        )
+    check_limits(options, BATCH_OPTIONS)

@@ -14,11 +14,11 @@ __all__ = ["PromptLine", "read_lines"]
 
 _PROMPTS = ("prompt", "prompt_token_ids", "messages")
 # Type, minimum, maximum.
-_NUMBERS: dict[str, tuple[type, float, float]] = {
+_NUMBERS: dict[str, tuple[Any, float, float]] = {
     "max_new_tokens": (int, 1, 2**31 - 1),
     "temperature": (float, 0, MAX_TEMPERATURE),
     "seed": (int, 0, 2**32 - 1),
-    **{name: (kind, low, high) for name, (kind, _, low, high, _) in SAMPLING_OPTIONS.items()},
+    **{name: (x.parse, *x.limits) for name, x in SAMPLING_OPTIONS.items() if x.limits},
 }
 
 
