@@ -1,17 +1,23 @@
-"""Options of `specjax generate`, checked before any file is read."""
+"""Options of `specjax generate` and `specjax sweep`, checked before any file is read."""
 
 import argparse
+import importlib.util
 import math
+import os
+import pathlib
+import tempfile
 from typing import Any, NoReturn
 
 import numpy as np
 
-from specjax.cli.batch.arguments import BATCH_OPTIONS, check_batch_options
-from specjax.cli.mesh_arguments import MESH_OPTIONS, check_mesh_options
 from specjax.cli.option_table import Option, add_options, check_limits, flag, option_name
-from specjax.cli.processes import PROCESS_OPTIONS, check_process_options
-from specjax.cli.speculation_arguments import SPECULATION_OPTIONS, make_config
-from specjax.cli.sweep.arguments import SWEEP_OPTIONS, parse_sweep_options
+from specjax.cli.processes import (
+    MESH_OPTIONS,
+    PROCESS_OPTIONS,
+    check_mesh_options,
+    check_process_options,
+)
+from specjax.cli.speculation_arguments import SPECULATION_OPTIONS, make_config, make_config_of
 from specjax.config import SpeculativeConfig
 from specjax.decode.compile.saved_programs import installed_version
 from specjax.engine.stop_strings import check_stop
@@ -86,6 +92,41 @@ _REPORT_OPTIONS = {
     "quiet": flag("print the text alone, no report"),
     "json": flag("print one JSON object instead of the stream"),
 }
+_BATCH_OPTIONS = {
+    "input": Option(
+        *(str, "FILE"),
+        "JSON lines, each an object with a prompt, prompt_token_ids or messages, and perhaps an "
+        "id, a seed, stop strings and options of its own; needs --output",
+    ),
+    "output": Option(
+        *(str, "FILE"),
+        "JSON lines, one as each request ends; those that the file has already are not decoded "
+        "again",
+    ),
+    "num_slots": Option(
+        int, "B", "requests of --input that are decoded at once; default: 16", (1, 4096)
+    ),
+    "skip_malformed": flag(
+        "name malformed lines of --input on standard error and leave them out; without it nothing "
+        "is decoded",
+    ),
+}
+
+_PLOT_SUFFIXES = (".png", ".svg", ".pdf")
+_SWEEP_OPTIONS = {
+    "max_speculative_tokens": Option(
+        int, "K", "largest number of drafted tokens per step", (1, 32), 8
+    ),
+    "batch_size": Option(int, "B", "requests per step of the timed runs", (1, 4096), 1),
+    "context": Option(int, "N", "tokens in the cache before the timed steps", (1, math.inf), 256),
+    "steps": Option(int, "N", "decode steps per timed run", (1, math.inf), 16),
+    "rounds": Option(int, "N", "timed runs for each K and acceptance length", (2, math.inf), 5),
+    "out": Option(
+        *(str, "FILE"),
+        "plot tokens per second against acceptance length into a .png, .svg or .pdf file",
+    ),
+    "json": flag("print one JSON object instead of tables"),
+}
 
 
 class OutputError(Exception):
@@ -127,7 +168,7 @@ def _make_parser() -> argparse.ArgumentParser:
         "--prompt-file", metavar="FILE", help="read the prompt from FILE, at most 16 MiB"
     )
     add_options(group, _PAIR_OPTIONS | MESH_OPTIONS | PROCESS_OPTIONS)
-    add_options(generate.add_argument_group("a file of prompts"), BATCH_OPTIONS)
+    add_options(generate.add_argument_group("a file of prompts"), _BATCH_OPTIONS)
     group = generate.add_argument_group("decoding")
     add_options(group, _TEXT_OPTIONS | SAMPLING_OPTIONS | _LOGPROBS_OPTION)
     group.add_argument(
@@ -167,7 +208,7 @@ def _make_parser() -> argparse.ArgumentParser:
     name = "draft_sample_method"
     group = sweep.add_argument_group("decoding of the prompts")
     add_options(group, _TEXT_OPTIONS | {name: SPECULATION_OPTIONS[name]})
-    add_options(sweep.add_argument_group("sweep"), SWEEP_OPTIONS)
+    add_options(sweep.add_argument_group("sweep"), _SWEEP_OPTIONS)
     return parser
 
 
@@ -199,14 +240,14 @@ def parse_options(argv: list[str] | None) -> tuple[argparse.Namespace, Speculati
     check_limits(options, _TEXT_OPTIONS)
     check_mesh_options(options)
     if options.command == "sweep":
-        return options, parse_sweep_options(options)
+        return options, _parse_sweep_options(options)
     check_limits(options, SAMPLING_OPTIONS | _LOGPROBS_OPTION)
     check_stop(options.stop, "--stop")
     if options.quiet and not options.json and (options.compare or options.logprobs is not None):
         asked = "--compare" if options.compare else "--logprobs"
         raise ValueError(f"--quiet prints the text alone, and {asked} asks for more; give one.")
     check_process_options(options)
-    check_batch_options(options)
+    _check_batch_options(options)
     drafting = ("num_speculative_tokens", "step_costs", "usual_acceptance_rate", "rule")
     given = [option_name(name) for name in drafting if getattr(options, name) is not None]
     methods = {"rejection_sample_method": "synthetic", "draft_sample_method": "greedy"}
@@ -220,3 +261,77 @@ def parse_options(argv: list[str] | None) -> tuple[argparse.Namespace, Speculati
     if options.prompt is not None and options.prompt_file is not None:
         raise ValueError("a prompt and --prompt-file are given; give one of them.")
     return options, make_config(options)
+
+
+def _check_batch_options(options: argparse.Namespace) -> None:
+    """Raises `ValueError` for options that do not fit together."""
+    if (options.input is None) != (options.output is None):
+        given, missing = ("input", "output") if options.output is None else ("output", "input")
+        raise ValueError(f"--{given} is given without --{missing}; a file of prompts needs both.")
+    if options.input is None:
+        alone = {
+            "--num-slots": options.num_slots is not None,
+            "--skip-malformed": options.skip_malformed,
+            "--usual-acceptance-rate": options.usual_acceptance_rate is not None,
+        }
+        for name, is_given in alone.items():
+            if is_given:
+                raise ValueError(f"{name} is given without --input, a file of prompts.")
+        return
+    others = {
+        "a prompt": options.prompt,
+        "--prompt-file": options.prompt_file,
+        "--compare": options.compare,
+        "--json": options.json,
+    }
+    for name, value in others.items():
+        if value:
+            raise ValueError(f"--input is given and {name}; give one of them.")
+    options.num_slots = 16 if options.num_slots is None else options.num_slots
+    check_limits(options, _BATCH_OPTIONS)
+
+
+def _parse_sweep_options(options: argparse.Namespace) -> SpeculativeConfig:
+    """Returns the `SpeculativeConfig` of the options; refuses a wrong one by its name."""
+    check_limits(options, _SWEEP_OPTIONS)
+    if options.draft == "none":
+        raise ValueError(
+            "--draft is none; a sweep needs a draft (it times plain decoding as K = 0)."
+        )
+    if options.out is not None:
+        _check_plot_path(pathlib.Path(options.out))
+    return make_config_of(
+        num_speculative_tokens=options.max_speculative_tokens,
+        draft_sample_method=options.draft_sample_method,
+    )
+
+
+def _check_plot_path(path: pathlib.Path) -> None:
+    # Checked before the measurement, which takes minutes.
+    if path.name.lower() in _PLOT_SUFFIXES:
+        raise ValueError(f"--out is {path}; it needs a file name, like sweep{path.name}.")
+    if os.path.isdir(path):
+        raise ValueError(f"--out is {path}, which is a folder; it needs to be a file.")
+    if path.suffix.lower() not in _PLOT_SUFFIXES:
+        raise ValueError(f"--out is {path}; it needs to end in {', '.join(_PLOT_SUFFIXES)}.")
+    if not os.path.isdir(path.parent):
+        raise ValueError(f"--out is {path}; there is no folder {path.parent}.")
+    try:
+        _check_writable(path.resolve())
+    except (OSError, RuntimeError) as error:
+        message = getattr(error, "strerror", None) or error
+        raise ValueError(f"--out is {path}, which cannot be written: {message}.") from None
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ValueError(
+            "--out needs matplotlib; pip install 'specjax[examples]', or leave --out away to get "
+            "the tables alone."
+        )
+
+
+def _check_writable(path: pathlib.Path) -> None:
+    """Raises the error that writing `path` would raise; creates and changes nothing."""
+    if path.exists():
+        path.open("ab").close()
+    if path.is_file() or not path.exists():
+        # `replace_file` writes a new file in that folder.
+        tempfile.TemporaryFile(dir=path.parent).close()

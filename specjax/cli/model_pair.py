@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from specjax import models
-from specjax.cli.mesh_arguments import load_options
+from specjax.cli.processes import load_options
 from specjax.decode.drafters import Drafter, model_drafter, ngram_drafter
 from specjax.engine.request import PROGRAM_EXITS
 from specjax.file_io import shorten

@@ -23,7 +23,7 @@ from specjax.cli import command, main, streams
 from specjax.cli.arguments import parse_options
 from specjax.cli.generate import GenerateJob, GenerateResult, Timings
 from specjax.cli.json_report import is_exact, metrics_json
-from specjax.cli.mesh_arguments import load_options
+from specjax.cli.processes import load_options
 from specjax.cli.sweep.run_sweep import read_workload
 from specjax.cli.terminal import Terminal
 from specjax.config import SpeculativeConfig
