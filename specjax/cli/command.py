@@ -227,7 +227,7 @@ def _run_command(argv: list[str] | None) -> int:
             if options.command == "sweep":
                 from specjax.cli.sweep.run_sweep import run_sweep
 
-                run_sweep(options, job, terminal, argv)
+                run_sweep(job, terminal, argv)
                 return 0
             if options.input is not None:
                 from specjax.cli.batch.run_batch import run_batch

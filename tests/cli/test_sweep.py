@@ -1,5 +1,6 @@
 """`specjax sweep`: what it predicts, what it chooses, and the command on a random pair."""
 
+import argparse
 import contextlib
 import errno
 import json
@@ -23,8 +24,7 @@ from specjax.cli.sweep.choice import (
     standard_errors,
     synthetic_lengths,
 )
-from specjax.cli.sweep.inputs import measure_acceptance
-from specjax.cli.sweep.measure import Workload
+from specjax.cli.sweep.measure import Workload, measure_acceptance
 from specjax.cli.sweep.report import conclusion, report_tables
 from specjax.cli.sweep.run_sweep import read_workload
 from specjax.cli.terminal import Terminal
@@ -238,7 +238,7 @@ def test_a_target_over_devices_keeps_the_drafts_that_it_keeps_on_one(capsys, pai
     """By lookup drafts of one token, whose programs are the fewest."""
     command = ["sweep", "ab ab ab", *pair[:2], *SMALL, "--draft", "ngram", "--temperature", "0"]
     command += ["--max-speculative-tokens", "1"]
-    workload = read_workload(parse_options(command)[0], ["ab ab ab"], Terminal(quiet=True))[1]
+    workload = read_workload(parse_options(command)[0], ["ab ab ab"], Terminal(quiet=True))
     one = measure_acceptance(workload, 1, lambda stage: None)
     assert main([*command, "--json", "--mesh", "2"]) == 0
     report = json.loads(capsys.readouterr().out)
@@ -251,20 +251,16 @@ def test_a_target_over_devices_keeps_the_drafts_that_it_keeps_on_one(capsys, pai
 def test_a_step_that_ends_a_text_keeps_the_drafts_up_to_the_end():
     """A model that counts to 5 and drafts for itself: all is accepted, past the 5 as well."""
     table = np.tile(20 * np.roll(np.eye(6), 1, axis=1), (6, 1, 1))
+    options = argparse.Namespace(
+        temperature=0.0, seed=0, max_new_tokens=8, draft_sample_method="probabilistic"
+    )
     workload = Workload(
+        name="",
         target=bigrams.model(table),
         drafter=specjax.model_drafter(bigrams.model(table)),
         prompts=[[0], [1], [2], [3]],
-        max_speculative_tokens=3,
-        batch_size=1,
-        context=1,
-        temperature=0.0,
-        key=jax.random.key(0),
         eos_token_ids=(5,),
-        max_new_tokens=8,
-        draft_sample_method="probabilistic",
-        num_steps=1,
-        num_rounds=2,
+        options=options,
     )
     acceptance = measure_acceptance(workload, 3, lambda stage: None)
     # One token comes before the first step: 4, 3, 2 and 1 are left.

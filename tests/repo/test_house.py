@@ -341,7 +341,7 @@ def test_a_function_has_at_most_ten_parameters_and_none_is_a_dict_of_anything():
 # What one room decides, and hands out as a value, by the names that are compared with None.
 ASKED_IN = {
     "draft_history": ("specjax.decode.adaptive_k",),
-    "k_by_rate": ("specjax.decode.adaptive_k", "specjax.cli.sweep.inputs"),
+    "k_by_rate": ("specjax.decode.adaptive_k", "specjax.cli.sweep.measure"),
     "step_costs": ("specjax.config", "specjax.cli"),
     "repetition_penalty": ("specjax.processing",),
     "frequency_penalty": ("specjax.processing",),

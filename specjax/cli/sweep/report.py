@@ -1,14 +1,46 @@
-"""Reports a sweep: as a JSON object, as tables and in sentences."""
+"""Reports a sweep: as a JSON object, as tables, in sentences and as a plot."""
+
+import io
+import pathlib
+from typing import Any
 
 import numpy as np
 from rich.table import Table
 from rich.text import Text
 
 from specjax.cli.sweep.choice import Acceptance, Best, standard_errors
-from specjax.cli.sweep.measure import StepTimes, Workload
-from specjax.file_io import JsonObject
+from specjax.cli.sweep.measure import MeasuredPoint, StepTimes, Workload
+from specjax.file_io import JsonObject, replace_file
 
-__all__ = ["conclusion", "report_tables", "to_json"]
+__all__ = ["conclusion", "conditions", "report_tables", "to_json", "write_plot"]
+
+# Columns of the tables: headings, and how a row of the report fills a cell.
+_SPEED_COLUMNS = (
+    ("K", "{K}"),
+    ("ms per step", "{step_ms[median]:.3f}"),
+    ("quartiles", "{step_ms[quartiles][0]:.3f} - {step_ms[quartiles][1]:.3f}"),
+    ("break-even", "{break_even_length:.2f}"),
+    ("tokens/step", "{acceptance_length:.2f}"),
+    ("tokens/s", "{tokens_per_second:.1f}"),
+    ("gain", "{gain:.2f}"),
+)
+_CERTAINTY_COLUMNS = (
+    ("K", "{K}"),
+    ("accepted", "{accepted}"),
+    ("tokens/step", "{acceptance_length:.2f}"),
+    ("± std. error", "{standard_error:.2f}"),
+    ("tokens/s below best", "{gap}"),
+    ("± std. error", "{gap_error}"),
+    ("differs", "{differs}"),
+)
+_SYNTHETIC_COLUMNS = (
+    ("K", "{K}"),
+    ("expected", "{asked_length:.2f}"),
+    ("tokens/step", "{length:.2f}"),
+    ("tokens/s", "{tokens_per_second[median]:.1f}"),
+    ("quartiles", "{tokens_per_second[quartiles][0]:.1f} - {tokens_per_second[quartiles][1]:.1f}"),
+    ("closed form", "{closed_form:.1f}"),
+)
 
 
 def to_json(
@@ -30,46 +62,36 @@ def to_json(
     Returns:
       The object that `--json` prints; times in milliseconds.
     """
-    lengths, errors = acceptance.lengths, standard_errors(acceptance)
+    options, lengths, errors = workload.options, acceptance.lengths, standard_errors(acceptance)
+    columns: dict[str, list[Any]] = {
+        "acceptance_length": lengths,
+        "standard_error": errors,
+        "tokens_per_second": best.tokens_per_second,
+        "quartiles": list(map(list, best.quartiles)),
+        "gain": best.gains,
+        "behind_best": best.gaps_to_best,
+        "behind_best_error": best.gap_errors,
+    }
     rows = []
     for K, one in enumerate(times):
         step = _quartiles([1e3 * seconds for seconds in one.step_seconds])
+        synthetic = [_point_json(point, options.batch_size, step["median"]) for point in one.points]
         rows.append(
             {
                 "K": K,
                 "compile_seconds": one.compile_seconds,
                 "step_ms": step,
                 "break_even_length": step["median"] / 1e3 / np.median(times[0].step_seconds),
-                "acceptance_length": lengths[K],
-                "standard_error": errors[K],
-                "tokens_per_second": best.tokens_per_second[K],
-                "quartiles": list(best.quartiles[K]),
-                "gain": best.gains[K],
-                "behind_best": best.gaps_to_best[K],
-                "behind_best_error": best.gap_errors[K],
-                "synthetic": [
-                    {
-                        "asked_length": point.expected_length,
-                        "length": point.measured_length,
-                        "step_ms": _quartiles([1e3 * seconds for seconds in point.step_seconds]),
-                        "tokens_per_second": _quartiles(point.tokens_per_second),
-                        "closed_form": 1e3
-                        * workload.batch_size
-                        * point.expected_length
-                        / step["median"],
-                    }
-                    for point in one.points
-                ],
+                **{name: values[K] for name, values in columns.items()},
+                "synthetic": synthetic,
             }
         )
-    return provenance | {
-        "max_speculative_tokens": workload.max_speculative_tokens,
-        "batch_size": workload.batch_size,
-        "context": workload.context,
-        "temperature": workload.temperature,
-        "draft_sample_method": workload.draft_sample_method,
-        "steps_per_run": workload.num_steps,
-        "rounds": workload.num_rounds,
+    given = ("max_speculative_tokens", "batch_size", "context", "temperature")
+    return {
+        **provenance,
+        **{name: getattr(options, name) for name in (*given, "draft_sample_method")},
+        "steps_per_run": options.steps,
+        "rounds": options.rounds,
         "acceptance": {
             "num_prompts": len(workload.prompts),
             "num_prompt_tokens": sum(map(len, workload.prompts)),
@@ -79,6 +101,17 @@ def to_json(
         },
         "sweep": rows,
         "best": {"K": best.K, "gain": best.gains[best.K], "not_told_apart": best.indistinguishable},
+    }
+
+
+def _point_json(point: MeasuredPoint, batch_size: int, step_ms: float) -> JsonObject:
+    runs = list(zip(point.step_tokens, point.step_seconds, strict=True))
+    return {
+        "asked_length": point.expected_length,
+        "length": float(np.mean(point.step_tokens)) / batch_size,
+        "step_ms": _quartiles([1e3 * seconds for seconds in point.step_seconds]),
+        "tokens_per_second": _quartiles([tokens / seconds for tokens, seconds in runs]),
+        "closed_form": 1e3 * batch_size * point.expected_length / step_ms,
     }
 
 
@@ -162,93 +195,105 @@ def _count_noun(count: int, noun: str) -> str:
 
 def report_tables(report: JsonObject) -> list[tuple[str, Table]]:
     """Returns titled tables: speed of each K, its certainty, speed at synthetic acceptance."""
-    largest = report["max_speculative_tokens"]
+    rows, best, rates = report["sweep"], report["best"], report["acceptance"]["rates"]
+    certainty = []
+    for row, accepted in zip(rows, ["", *(f"{rate:.2f}" for rate in rates)], strict=True):
+        gap, error = f"{row['behind_best']:.1f}", f"{row['behind_best_error']:.1f}"
+        differs = "no" if row["K"] in best["not_told_apart"] else "yes"
+        cells = ("", "", "best") if row["K"] == best["K"] else (gap, error, differs)
+        names = ("gap", "gap_error", "differs")
+        certainty.append(row | {"accepted": accepted} | dict(zip(names, cells, strict=True)))
+    points = [
+        point | {"K": "" if position else row["K"]}
+        for row in rows
+        for position, point in enumerate(row["synthetic"])
+    ]
     return [
         (
             "at the pair's acceptance; break-even: tokens per step from which on a K is faster "
             "than K = 0",
-            _acceptance_table(report),
+            _make_table(_SPEED_COLUMNS, rows, best["K"]),
         ),
         (
-            f"certainty, from {_sample_size(report)} at K = {largest}; accepted: share of steps "
-            "that accepted the first K drafted tokens",
-            _confidence_table(report),
+            f"certainty, from {_sample_size(report)} at K = {rows[-1]['K']}; accepted: share of "
+            "steps that accepted the first K drafted tokens",
+            _make_table(_CERTAINTY_COLUMNS, certainty, best["K"]),
         ),
         (
             "at synthetic acceptance; closed form: expected tokens / median step time",
-            _synthetic_table(report),
+            _make_table(_SYNTHETIC_COLUMNS, points, None),
         ),
     ]
 
 
-def _acceptance_table(report: JsonObject) -> Table:
-    table = _new_table(
-        "K", "ms per step", "quartiles", "break-even", "tokens/step", "tokens/s", "gain"
-    )
-    for row in report["sweep"]:
-        step, best = row["step_ms"], row["K"] == report["best"]["K"]
-        cells = (
-            f"{row['K']}",
-            f"{step['median']:.3f}",
-            "{:.3f} - {:.3f}".format(*step["quartiles"]),
-            f"{row['break_even_length']:.2f}",
-            f"{row['acceptance_length']:.2f}",
-            f"{row['tokens_per_second']:.1f}",
-            f"{row['gain']:.2f}",
-        )
-        table.add_row(*(Text(cell, "bold green" if best else "") for cell in cells))
-    return table
-
-
-def _confidence_table(report: JsonObject) -> Table:
-    table = _new_table(
-        "K",
-        "accepted",
-        "tokens/step",
-        "± std. error",
-        "tokens/s below best",
-        "± std. error",
-        "differs",
-    )
-    best = report["best"]
-    for K, row in enumerate(report["sweep"]):
-        cells = [
-            f"{K}",
-            f"{report['acceptance']['rates'][K - 1]:.2f}" if K else "",
-            f"{row['acceptance_length']:.2f}",
-            f"{row['standard_error']:.2f}",
-        ]
-        if best["K"] == K:
-            cells += ["", "", "best"]
-        else:
-            differs = "no" if K in best["not_told_apart"] else "yes"
-            cells += [
-                f"{row['behind_best']:.1f}",
-                f"{row['behind_best_error']:.1f}",
-                differs,
-            ]
-        table.add_row(*(Text(cell, "bold green" if best["K"] == K else "") for cell in cells))
-    return table
-
-
-def _synthetic_table(report: JsonObject) -> Table:
-    table = _new_table("K", "expected", "tokens/step", "tokens/s", "quartiles", "closed form")
-    for row in report["sweep"]:
-        for position, point in enumerate(row["synthetic"]):
-            rate = point["tokens_per_second"]
-            table.add_row(
-                "" if position else f"{row['K']}",
-                f"{point['asked_length']:.2f}",
-                f"{point['length']:.2f}",
-                f"{rate['median']:.1f}",
-                "{:.1f} - {:.1f}".format(*rate["quartiles"]),
-                f"{point['closed_form']:.1f}",
-            )
-    return table
-
-
-def _new_table(*columns: str) -> Table:
+def _make_table(
+    columns: tuple[tuple[str, str], ...], rows: list[JsonObject], best: int | None
+) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for column in columns:
-        table.add_column(column, justify="right", no_wrap=True)
+    for heading, _ in columns:
+        table.add_column(heading, justify="right", no_wrap=True)
+    for row in rows:
+        style = "bold green" if row["K"] == best else ""
+        table.add_row(*(Text(cell.format_map(row), style) for _, cell in columns))
     return table
+
+
+def conditions(report: JsonObject) -> str:
+    """Returns a line with the sizes, the device, the version of JAX and the day."""
+    return (
+        f"B = {report['batch_size']}, context {report['context']}, temperature "
+        f"{report['temperature']:g} · {report['device']}, jax {report['jax_version']}, "
+        f"{report['date'][:10]}"
+    )
+
+
+def write_plot(report: JsonObject, path: pathlib.Path) -> None:
+    """Plots tokens per second against acceptance length: per K a line and measured points.
+
+    Args:
+      report: from `to_json`.
+      path: a .png, .svg or .pdf file; an existing one is replaced once the new one is complete.
+
+    Raises:
+      OSError: if the file cannot be written.
+    """
+    from matplotlib import colormaps
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    # Not pyplot, which would touch the figures and the backend of a calling program.
+    figure = Figure(figsize=(7.5, 4.8), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    colours = map(colormaps["viridis"], np.linspace(0, 0.9, len(report["sweep"])))
+    for row, colour in zip(report["sweep"], colours, strict=True):
+        points = row["synthetic"]
+        lengths = np.array([point["length"] for point in points])
+        rates = np.array([point["tokens_per_second"]["median"] for point in points])
+        quartiles = np.array([point["tokens_per_second"]["quartiles"] for point in points]).T
+        line = np.array([1.0, row["K"] + 1.0]) if row["K"] else lengths
+        closed = 1e3 * report["batch_size"] * line / row["step_ms"]["median"]
+        axes.plot(line, closed, "-", color=colour, label=f"K = {row['K']}", lw=1.3)
+        bars = np.abs(quartiles - rates)
+        axes.errorbar(lengths, rates, bars, fmt="o", ms=4, color=colour, capsize=2)
+        own_point = (row["acceptance_length"], row["tokens_per_second"])
+        size = 17 if row["K"] == report["best"]["K"] else 9
+        axes.plot(*own_point, "*", ms=size, color=colour, mec="black", mew=0.8, zorder=5)
+    axes.axhline(report["sweep"][0]["tokens_per_second"], color="0.6", lw=0.8, ls="--", zorder=0)
+    axes.set(xlabel="acceptance length (tokens per step)", ylabel="tokens per second")
+    axes.set_ylim(bottom=0)
+    best = report["best"]
+    best_line = f"best: K = {best['K']}, {best['gain']:.2f} times plain decoding"
+    # matplotlib takes dollar signs for mathematics.
+    pair = report["pair"].replace("$", r"\$")
+    axes.set_title(f"{pair}\n{conditions(report)}\n{best_line}", fontsize=9)
+    axes.grid(alpha=0.3)
+    # Empty lines: the legend explains the marks once, in grey.
+    axes.plot([], [], "-", color="0.4", label="closed form")
+    axes.plot([], [], "o", color="0.4", ms=4, label="measured, quartiles")
+    axes.plot([], [], "*", color="0.8", mec="black", ms=11, label="at the pair's acceptance")
+    figure.legend(loc="outside right center", fontsize=8)
+    image = io.BytesIO()
+    figure.savefig(image, dpi=130, format=path.suffix[1:].lower())
+    with replace_file(path) as temporary:
+        temporary.write_bytes(image.getvalue())

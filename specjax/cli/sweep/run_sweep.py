@@ -13,37 +13,33 @@ import jax
 from specjax import models
 from specjax.cli.model_pair import check_draft, encode_prompt, load_pair, read_pair
 from specjax.cli.sweep.choice import choose_best, standard_errors
-from specjax.cli.sweep.inputs import (
-    measure_acceptance,
-    measure_step_costs,
-    num_cost_stages,
-)
 from specjax.cli.sweep.measure import (
     Workload,
     buffer_tokens,
+    measure_acceptance,
+    measure_step_costs,
     measure_steps,
-    num_stages,
 )
-from specjax.cli.sweep.plot import write_plot
-from specjax.cli.sweep.report import conclusion, report_tables, to_json
+from specjax.cli.sweep.report import (
+    conclusion,
+    conditions,
+    report_tables,
+    to_json,
+    write_plot,
+)
 from specjax.decode.compile.saved_programs import installed_version
 from specjax.file_io import JsonObject
 
 __all__ = ["read_workload", "run_sweep"]
 
 
-def read_workload(
-    options: argparse.Namespace, texts: list[str], terminal: Any
-) -> tuple[str, Workload]:
+def read_workload(options: argparse.Namespace, texts: list[str], terminal: Any) -> Workload:
     """Reads prompts and models into a `Workload`.
 
     Args:
       options: from `parse_options`.
       texts: the prompts.
       terminal: of the command.
-
-    Returns:
-      The pair's name, and the workload.
 
     Raises:
       ValueError: if a prompt, a folder or a length is wrong; before weights are read.
@@ -52,7 +48,7 @@ def read_workload(
     with terminal.spinner("reading the folders"):
         pair = read_pair(options)
         max_length = pair.target_config.max_position_embeddings
-        tokens_needed = options.context + buffer_tokens(max_drafts, options.steps)
+        tokens_needed = options.context + buffer_tokens(options)
         if tokens_needed > max_length:
             raise ValueError(
                 f"--context is {options.context}, and --steps {options.steps} of "
@@ -80,31 +76,15 @@ def read_workload(
     terminal.print_warning(draft.warning)
     target, drafter = load_pair(pair)
     assert drafter is not None  # The options refuse a sweep without drafts.
-    return pair.name, Workload(
-        target,
-        drafter,
-        [ids for ids, _ in encoded],
-        max_speculative_tokens=max_drafts,
-        batch_size=options.batch_size,
-        context=options.context,
-        temperature=options.temperature,
-        key=jax.random.key(options.seed, impl="threefry2x32"),
-        eos_token_ids=pair.target_config.eos_token_ids,
-        max_new_tokens=options.max_new_tokens,
-        draft_sample_method=options.draft_sample_method,
-        num_steps=options.steps,
-        num_rounds=options.rounds,
-    )
+    prompts, eos_token_ids = [ids for ids, _ in encoded], pair.target_config.eos_token_ids
+    return Workload(pair.name, target, drafter, prompts, eos_token_ids, options)
 
 
-def run_sweep(
-    options: argparse.Namespace, job: tuple[str, Workload], terminal: Any, argv: list[str] | None
-) -> None:
+def run_sweep(workload: Workload, terminal: Any, argv: list[str] | None) -> None:
     """Measures every K, then prints the report and writes the plot.
 
     Args:
-      options: from `parse_options`.
-      job: from `read_workload`.
+      workload: from `read_workload`.
       terminal: of the command.
       argv: arguments, for the report; None takes those of the process.
 
@@ -113,11 +93,11 @@ def run_sweep(
       ValueError: if every prompt ended before a draft was verified, or the plot cannot be
         written.
     """
-    name, workload = job
-    report = _provenance(name, sys.argv[1:] if argv is None else argv)
-    max_drafts = workload.max_speculative_tokens
-    num_all = num_stages(workload) + num_cost_stages(workload) + len(workload.prompts)
-    with terminal.progress_bar(num_all) as on_stage:
+    options, max_drafts = workload.options, workload.options.max_speculative_tokens
+    report = _provenance(workload.name, sys.argv[1:] if argv is None else argv)
+    # Rounds of each K and of adaptive K, the first of which compile; prompts at up to two Ks.
+    num_stages = (options.rounds + 1) * (max_drafts + 2) + 2 * len(workload.prompts)
+    with terminal.progress_bar(num_stages) as on_stage:
         acceptance = measure_acceptance(workload, max_drafts, on_stage)
         if not acceptance.step_counts:
             raise ValueError(
@@ -125,7 +105,7 @@ def run_sweep(
                 "prompts or more --max-new-tokens."
             )
         times = measure_steps(workload, on_stage)
-        best = choose_best(acceptance, [one.step_seconds for one in times], workload.batch_size)
+        best = choose_best(acceptance, [one.step_seconds for one in times], options.batch_size)
         report = to_json(workload, report, acceptance, times, best)
         report["step_costs"] = measure_step_costs(workload, on_stage)
         if 0 < best.K < max_drafts:
@@ -137,22 +117,18 @@ def run_sweep(
     if options.json:
         print(json.dumps(report), flush=True)
     else:
-        terminal.print_tables(
-            f"{name} · {_conditions(report)}", report_tables(report), conclusion(report)
-        )
+        heading = f"{workload.name} · {conditions(report)}"
+        terminal.print_tables(heading, report_tables(report), conclusion(report))
     # Written last: an error here does not lose the measurement.
     if options.out is not None:
-        _write_plot_file(report, options.out)
+        try:
+            write_plot(report, pathlib.Path(options.out))
+        except OSError as error:
+            # The command takes an OSError for one of its standard output.
+            reason = error.strerror or error
+            raise ValueError(f"--out {options.out} cannot be written: {reason}.") from None
         if not options.json:
             terminal.print_note(f"plotted in {options.out}")
-
-
-def _write_plot_file(report: JsonObject, out: str) -> None:
-    try:
-        write_plot(report, pathlib.Path(out))
-    except OSError as error:
-        # The command takes an OSError for one of its standard output.
-        raise ValueError(f"--out {out} cannot be written: {error.strerror or error}.") from None
 
 
 def _provenance(name: str, argv: list[str]) -> JsonObject:
@@ -165,11 +141,3 @@ def _provenance(name: str, argv: list[str]) -> JsonObject:
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": shlex.join(["specjax", *argv]),
     }
-
-
-def _conditions(report: JsonObject) -> str:
-    return (
-        f"B = {report['batch_size']}, context {report['context']}, temperature "
-        f"{report['temperature']:g} · {report['device']}, jax {report['jax_version']}, "
-        f"{report['date'][:10]}"
-    )
