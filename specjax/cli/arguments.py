@@ -195,6 +195,7 @@ def _make_parser() -> argparse.ArgumentParser:
         "largest K. K = 0 is plain decoding.",
         allow_abbrev=False,
     )
+    sweep.set_defaults(logprobs=None, process=None, quiet=False, use_fp64_gumbel=False)
     group = sweep.add_argument_group("prompts and models")
     group.add_argument("prompt", nargs="*", help="texts to continue; default: four built-in ones")
     group.add_argument(
@@ -242,7 +243,7 @@ def parse_options(argv: list[str] | None) -> tuple[argparse.Namespace, Speculati
     if options.command == "sweep":
         return options, _parse_sweep_options(options)
     check_limits(options, SAMPLING_OPTIONS | _LOGPROBS_OPTION)
-    check_stop(options.stop, "--stop")
+    options.stop = check_stop(options.stop, "--stop")
     if options.quiet and not options.json and (options.compare or options.logprobs is not None):
         asked = "--compare" if options.compare else "--logprobs"
         raise ValueError(f"--quiet prints the text alone, and {asked} asks for more; give one.")

@@ -1,5 +1,6 @@
 """Decodes one prompt: streams its text and times its steps, optionally also plain decoding."""
 
+import argparse
 import contextlib
 import pathlib
 import time
@@ -9,6 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from specjax.cli.model_pair import ModelPair, describe_configs
 from specjax.cli.program_store import ProgramStore
 from specjax.cli.stream_programs import StreamPrograms
 from specjax.config import SpeculativeConfig
@@ -48,44 +50,39 @@ class GenerateJob(NamedTuple):
     """A prompt, a pair and the options of a decoding.
 
     Attributes:
-      name: of the pair, for display.
-      target: the model whose distribution the output follows.
-      drafter: proposes tokens, or None for plain decoding.
-      tokenizer: with the interface of the `tokenizers` library.
+      options: of the command.
+      pair: of models.
+      config: how tokens are drafted and verified.
       text: the prompt.
       prompt_ids: tokens of the prompt, not empty.
-      config: how tokens are drafted and verified.
-      key: typed threefry key, ().
-      max_new_tokens: maximum number of generated tokens.
-      temperature: >= 0.
-      eos_token_ids: tokens that end the text.
-      sampling: cutoffs and penalties, or None.
-      num_logprobs: most probable tokens listed per token, or None.
-      programs: that stream it, or None to compile them when it is streamed.
+      sampling: cutoffs, penalties and a grammar, or None.
       folder: of kept compiled programs, or None.
-      models: the configurations of target and draft, which name the kept programs.
-      rule: of acceptance, as `--rule` names it, or None.
-      stop: strings that end the text before the first of them.
+      target: the model whose distribution the output follows; None until it is loaded.
+      drafter: proposes tokens, or None for plain decoding.
+      programs: that stream the text, or None to compile them when it is streamed.
     """
 
-    name: str
-    target: Model
-    drafter: Drafter | None
-    tokenizer: Any
+    options: argparse.Namespace
+    pair: ModelPair
+    config: SpeculativeConfig
     text: str
     prompt_ids: list[int]
-    config: SpeculativeConfig
-    key: jax.Array
-    max_new_tokens: int
-    temperature: float
-    eos_token_ids: tuple[int, ...]
     sampling: SamplingParams | None = None
-    num_logprobs: int | None = None
-    programs: StreamPrograms | None = None
     folder: pathlib.Path | None = None
-    models: str = ""
-    rule: str | None = None
-    stop: tuple[str, ...] = ()
+    target: Model | None = None
+    drafter: Drafter | None = None
+    programs: StreamPrograms | None = None
+
+    @property
+    def models(self) -> tuple[Model, Drafter | None]:
+        """The target and the drafter."""
+        assert self.target is not None
+        return self.target, self.drafter
+
+    @property
+    def key(self) -> jax.Array:
+        """The key of the text; JAX_DEFAULT_PRNG_IMPL may name another implementation."""
+        return jax.random.key(self.options.seed, impl="threefry2x32")
 
 
 class GenerateResult(NamedTuple):
@@ -127,27 +124,32 @@ def _chunk_size(job: GenerateJob) -> int:
     A CPU reads the padding of a chunk as slowly as its tokens. A prompt of 60 tokens takes half
     the time in a chunk of 64. One of 1800 is a fifth slower in chunks of 64 than of 128.
     """
-    is_short = len(job.prompt_ids) + job.max_new_tokens <= DEFAULT_CAPACITY
+    is_short = len(job.prompt_ids) + job.options.max_new_tokens <= DEFAULT_CAPACITY
     return DEFAULT_CAPACITY // 2 if is_short else PREFILL_CHUNK_SIZE
 
 
 def begin_programs(job: GenerateJob) -> StreamPrograms:
     """Returns the programs that stream a job's text; reads only the shapes of its weights."""
-    arguments = RequestArguments(
+    options = job.options
+    requests, static = check_arguments(
+        *job.models,
         [job.prompt_ids],
-        job.key[None],
-        job.max_new_tokens,
-        np.float32(job.temperature),
-        np.array(job.eos_token_ids, np.int32),
-        job.sampling,
+        keys=job.key[None],
+        max_new_tokens=options.max_new_tokens,
+        temperature=np.float32(options.temperature),
+        eos_token_ids=np.array(job.pair.target_config.eos_token_ids, np.int32),
+        sampling=job.sampling,
+        config=job.config,
+        options=LoopOptions(prefill_chunk_size=_chunk_size(job), num_logprobs=options.logprobs),
     )
     options = LoopOptions(prefill_chunk_size=_chunk_size(job), num_logprobs=job.num_logprobs)
     requests, static = check_arguments(job.target, job.drafter, arguments, job.config, options)
     store = None
     if job.folder is not None:
         types = jax.tree.map(_describe, (requests, static))
-        store = ProgramStore(job.folder, repr((job.models, job.drafter is None, types)))
-    return StreamPrograms(job.target, job.drafter, requests, static, store)
+        kind = repr((describe_configs(job.pair), job.drafter is None, types))
+        store = ProgramStore(job.folder, kind)
+    return StreamPrograms(*job.models, requests, static, store)
 
 
 def _describe(argument: Any) -> str:
@@ -163,24 +165,23 @@ def _stream_states(
       The state, the seconds of waiting for compilations, and the seconds of its step: 0 for the
       first.
     """
-    operands = (job.target, job.drafter)
     with spinner("compiling"):
         programs = job.programs or begin_programs(job)
         if waits_for_all or programs.compiles_at_calls:
             start = time.perf_counter()
-            programs.warm_up(*operands)
+            programs.warm_up(*job.models)
             seconds = time.perf_counter() - start
             programs.seconds_waited += seconds if programs.compiles_at_calls else 0.0
         programs.wait_for_prompt()
     with spinner("reading the prompt"):
-        state = programs.read_prompt(*operands)
+        state = programs.read_prompt(*job.models)
     with spinner("compiling"):
-        state = programs.step(*operands, state)
+        state = programs.step(*job.models, state)
     seconds_waited = programs.seconds_waited
     yield state, seconds_waited, 0.0
     while not np.asarray(state.finish)[0]:
         start = time.perf_counter()
-        state = programs.step(*operands, state)
+        state = programs.step(*job.models, state)
         waited = programs.seconds_waited - seconds_waited
         seconds_waited += waited
         yield state, waited, time.perf_counter() - start - waited
@@ -222,7 +223,7 @@ def stream_text(
     Returns:
       The result, and its times without those of `show`.
     """
-    text = StoppedText(job.tokenizer, job.prompt_ids, job.stop)
+    text = StoppedText(job.pair.tokenizer, job.prompt_ids, job.options.stop)
     num_shown = first_length = len(job.prompt_ids)
     compile_seconds = step_seconds = 0.0
     origin = 0

@@ -1,23 +1,24 @@
 """The result of a decoding as plain numbers: the object of `specjax generate --json`."""
 
+import math
 from typing import Any
 
 import jax
 import numpy as np
 
 from specjax.cli.generate import GenerateJob, GenerateResult, Timings
-from specjax.cli.token_text import list_logprobs
 from specjax.config import SpeculativeConfig
 from specjax.core.temperature import MIN_TEMPERATURE
 from specjax.decode.drafters import Drafter
+from specjax.decode.logprobs import TopLogprobs
 from specjax.engine.stop_strings import StoppedText
 
-__all__ = ["is_exact", "is_exact_rule", "json_report", "metrics_json"]
+__all__ = ["is_exact", "is_exact_rule", "json_report", "list_logprobs", "metrics_json"]
 
 
 def is_exact(job: GenerateJob) -> bool:
     """Returns whether the text follows the target's distribution, whatever was drafted."""
-    return is_exact_rule(job.drafter, job.config, job.temperature)
+    return is_exact_rule(job.drafter, job.config, job.options.temperature)
 
 
 def is_exact_rule(drafter: Drafter | None, config: SpeculativeConfig, temperature: float) -> bool:
@@ -54,23 +55,53 @@ def metrics_json(result: GenerateResult) -> dict[str, Any]:
 
 def json_report(job: GenerateJob, result: GenerateResult, timings: Timings) -> dict[str, Any]:
     """Returns the object that `--json` prints."""
-    text = StoppedText(job.tokenizer, job.prompt_ids, job.stop)
+    text = StoppedText(job.pair.tokenizer, job.prompt_ids, job.options.stop)
     for token in result.token_ids:
         text.feed(token)
     text.flush()
-    top = result.top_logprobs
+    ids, top = result.token_ids, result.top_logprobs
     return {
         "text": text.text,
-        "token_ids": result.token_ids,
+        "token_ids": ids,
         "finish": result.finish,
-        "logprobs": None if top is None else list_logprobs(job.tokenizer, result.token_ids, top),
+        "logprobs": None if top is None else list_logprobs(job.pair.tokenizer, ids, top),
         "num_prompt_tokens": len(job.prompt_ids),
         "metrics": metrics_json(result),
         "step_costs": job.config.step_costs,
         "rejection_sample_method": job.config.rejection_sample_method,
-        "rule": job.rule,
+        "rule": job.options.rule,
         "exact": is_exact(job),
         "timings": timings._asdict(),
         "device": jax.devices()[0].device_kind,
         "jax_version": jax.__version__,
     }
+
+
+def list_logprobs(tokenizer: Any, token_ids: list[int], top: TopLogprobs) -> list[dict[str, Any]]:
+    """Returns each generated token with its log-probability and most probable alternatives.
+
+    Args:
+      tokenizer: with `decode(ids, skip_special_tokens)`.
+      token_ids: N generated tokens.
+      top: with a leading axis of N.
+
+    Returns:
+      N dicts: `token_id`, `token` (text), `logprob` (None for -inf), `rank` (1 for the most
+      probable token) and `top`, the most probable tokens in descending order, each with
+      `token_id`, `token` and `logprob`.
+    """
+
+    def describe(token_id: int, logprob: float) -> dict[str, Any]:
+        text = tokenizer.decode([token_id], skip_special_tokens=False)
+        finite = logprob if math.isfinite(logprob) else None
+        return {"token_id": token_id, "token": text, "logprob": finite}
+
+    ids, logprobs, ranks, token_logprobs = (values.tolist() for values in top)
+    descriptions = []
+    for index, token_id in enumerate(token_ids):
+        pairs = zip(ids[index], logprobs[index], strict=True)
+        others = [describe(other_id, logprob) for other_id, logprob in pairs if other_id >= 0]
+        descriptions.append(
+            {**describe(token_id, token_logprobs[index]), "rank": ranks[index], "top": others}
+        )
+    return descriptions

@@ -1,6 +1,7 @@
 """Target and draft of a command: their folders are checked, then their weights loaded."""
 
 import argparse
+import dataclasses
 import os
 import pathlib
 from collections.abc import Callable, Mapping
@@ -9,22 +10,22 @@ from typing import Any, NamedTuple
 
 from specjax import models
 from specjax.cli.processes import load_options
+from specjax.config import SpeculativeConfig
 from specjax.decode.drafters import Drafter, model_drafter, ngram_drafter
 from specjax.engine.request import PROGRAM_EXITS
 from specjax.file_io import shorten
 from specjax.types import Model
 
 __all__ = [
-    "CheckedDraft",
     "ModelPair",
-    "check_draft",
-    "check_logprobs",
+    "check_k",
     "describe_configs",
     "encode_prompt",
     "encode_text",
     "load_pair",
     "pair_shapes",
     "read_pair",
+    "with_trained_k",
 ]
 
 # Names of `--draft`, and the folders that ship with specjax.
@@ -40,6 +41,8 @@ class ModelPair(NamedTuple):
       draft_spec: the folder of a draft model or draft head, "ngram" or "none".
       target_config: the target's `TransformerConfig`.
       tokenizer: of both models.
+      draft: metadata of the draft's folder, or None without one.
+      warning: a sentence about the draft to print, or None.
       load_target: options of `models.load` for the target, its mesh among them.
       load_draft: options of `models.load` for a draft model.
     """
@@ -49,12 +52,19 @@ class ModelPair(NamedTuple):
     draft_spec: str | os.PathLike[str]
     target_config: Any
     tokenizer: Any
+    draft: models.DraftInfo | None = None
+    warning: str | None = None
     load_target: Mapping[str, Any] = MappingProxyType({})
     load_draft: Mapping[str, Any] = MappingProxyType({})
 
 
 def read_pair(options: argparse.Namespace) -> ModelPair:
-    """Returns the pair that `--target` and `--draft` name; refuses an unreadable folder."""
+    """Returns the pair that `--target` and `--draft` name.
+
+    Raises:
+      ValueError: for an unreadable folder, a draft of another vocabulary or a head of another
+        target, and more `--logprobs` than the target has tokens.
+    """
     embedded = options.target is None
     folder = models.pretrained_folder("target") if embedded else options.target
     default = "head" if embedded else "ngram"
@@ -69,46 +79,22 @@ def read_pair(options: argparse.Namespace) -> ModelPair:
             f"target; with --target, give the folder of a {kind} for that target."
         )
     name = f"target {'embedded' if embedded else folder} · draft {draft_name}"
-    configs = models.load_config(folder), models.load_tokenizer(folder)
-    return ModelPair(name, folder, draft_spec, *configs, *load_options(options))
+    config, tokenizer = models.load_config(folder), models.load_tokenizer(folder)
+    pair = ModelPair(name, folder, draft_spec, config, tokenizer)
+    target_options, draft_options = load_options(options)
+    pair = pair._replace(load_target=target_options, load_draft=draft_options)
+    if (options.logprobs or 0) > config.vocab_size:
+        raise ValueError(
+            f"--logprobs is {options.logprobs}; the target has {config.vocab_size} tokens."
+        )
+    return pair if draft_spec in ("ngram", "none") else _read_draft(pair)
 
 
-class CheckedDraft(NamedTuple):
-    """Metadata of a draft that fits its target.
-
-    Attributes:
-      num_speculative_tokens: K that it was trained for, or None.
-      warning: a sentence to print, or None.
-      max_speculative_tokens: the largest K that it drafts, or None.
-      step_costs: for K = "auto", or None.
-      usual_acceptance_rate: for K = "auto" of a file of prompts, or None.
-    """
-
-    num_speculative_tokens: int | None = None
-    warning: str | None = None
-    max_speculative_tokens: int | None = None
-    step_costs: tuple[float, ...] | None = None
-    usual_acceptance_rate: float | None = None
-
-    def check_k(self, k: int, option: str) -> None:
-        """Refuses a K larger than the draft's maximum."""
-        most = self.max_speculative_tokens
-        if most is not None and k > most:
-            raise ValueError(
-                f"{option} is {k}; the draft head drafts at most {most} tokens a step."
-            )
-
-
-def check_draft(pair: ModelPair) -> CheckedDraft:
-    """Returns the metadata of a draft; refuses another vocabulary, or a head of another target."""
-    if pair.draft_spec in ("ngram", "none"):
-        return CheckedDraft()
+def _read_draft(pair: ModelPair) -> ModelPair:
+    """Returns the pair with its draft's metadata."""
     info = models.read_draft(pair.draft_spec, pair.target_config)
-    auto = info.step_costs, info.usual_acceptance_rate
     if info.kind != "model":
-        warning = _warn_of_verifier(pair, info.verifier)
-        most = info.max_speculative_tokens
-        return CheckedDraft(info.num_speculative_tokens, warning, most, *auto)
+        return pair._replace(draft=info, warning=_warn_of_verifier(pair, info.verifier))
     target_vocab = pair.tokenizer.get_vocab()
     # Tokenizers are compared: the models' own vocabulary sizes may differ by padding.
     draft_vocab = models.load_tokenizer(pair.draft_spec).get_vocab()
@@ -118,14 +104,37 @@ def check_draft(pair: ModelPair) -> CheckedDraft:
             f"({len(draft_vocab)} and {len(target_vocab)} tokens); a draft needs the target's "
             "tokenizer, token for token."
         )
-    return CheckedDraft(None, None, None, *auto)
+    return pair._replace(draft=info)
 
 
-def check_logprobs(options: argparse.Namespace, pair: ModelPair) -> None:
-    """Refuses `--logprobs` for more tokens than the target has."""
-    vocab_size = pair.target_config.vocab_size
-    if (options.logprobs or 0) > vocab_size:
-        raise ValueError(f"--logprobs is {options.logprobs}; the target has {vocab_size} tokens.")
+def check_k(pair: ModelPair, k: int, option: str) -> None:
+    """Refuses a K larger than the draft's maximum."""
+    most = None if pair.draft is None else pair.draft.max_speculative_tokens
+    if most is not None and k > most:
+        raise ValueError(f"{option} is {k}; the draft head drafts at most {most} tokens a step.")
+
+
+def with_trained_k(
+    config: SpeculativeConfig, options: argparse.Namespace, pair: ModelPair
+) -> SpeculativeConfig:
+    """Returns the config with the K that a head was trained for, if no option sets another.
+
+    For K = "auto" the step costs and the usual rate are those of the head's folder, if no option
+    sets them.
+    """
+    if pair.draft is None:
+        return config
+    names, k = ("step_costs", "usual_acceptance_rate"), pair.draft.num_speculative_tokens
+    if config.adaptive_k:
+        own = {name: getattr(pair.draft, name) for name in names if getattr(options, name) is None}
+        config = dataclasses.replace(config, **{x: y for x, y in own.items() if y is not None})
+    asked = [getattr(options, name) for name in ("num_speculative_tokens", *names)]
+    if k is None or asked != [None] * 3 or options.rejection_sample_method == "synthetic":
+        check_k(pair, config.num_speculative_tokens, "--num-speculative-tokens")
+        return config
+    return dataclasses.replace(
+        config, num_speculative_tokens=k, step_costs=None, usual_acceptance_rate=None
+    )
 
 
 def _warn_of_verifier(pair: ModelPair, verifier: str | None) -> str | None:
@@ -141,20 +150,14 @@ def _warn_of_verifier(pair: ModelPair, verifier: str | None) -> str | None:
 
 def describe_configs(pair: ModelPair) -> str:
     """Returns the cache key of the models' programs: configurations alone, equal for equal ones."""
-    draft = pair.draft_spec
-    if draft not in ("none", "ngram"):
-        draft = repr(models.read_draft(draft, pair.target_config).config)
+    draft = pair.draft_spec if pair.draft is None else repr(pair.draft.config)
     return f"{pair.target_config} {draft}"
 
 
 def pair_shapes(pair: ModelPair) -> tuple[Model, Drafter | None] | None:
     """Returns target and drafter with shapes for weights; None with a head or a mesh."""
-    has_head = pair.draft_spec not in ("none", "ngram") and not _is_model(pair)
+    has_head = pair.draft is not None and pair.draft.kind != "model"
     return None if has_head or pair.load_target else _make_pair(pair, models.load_shapes)
-
-
-def _is_model(pair: ModelPair) -> bool:
-    return models.draft_kind(pair.draft_spec) == "model"
 
 
 def load_pair(pair: ModelPair) -> tuple[Model, Drafter | None]:
@@ -170,7 +173,7 @@ def _make_pair(
         return target, None
     if pair.draft_spec == "ngram":
         return target, ngram_drafter()
-    if _is_model(pair):
+    if pair.draft is not None and pair.draft.kind == "model":
         return target, model_drafter(load(pair.draft_spec, **pair.load_draft)[0])
     return target, models.load_drafter(pair.draft_spec, target)
 

@@ -24,8 +24,7 @@ from rich.table import Table
 from rich.text import Text
 
 from specjax.cli.generate import GenerateJob, GenerateResult, Timings
-from specjax.cli.json_report import is_exact, metrics_json
-from specjax.cli.token_text import list_logprobs
+from specjax.cli.json_report import is_exact, list_logprobs, metrics_json
 from specjax.decode.commit import Origin
 from specjax.file_io import JsonObject
 
@@ -173,7 +172,7 @@ class Terminal:
         console = self._stdout if self._is_terminal else self._stderr
         if result.top_logprobs is not None:
             console.print()
-            tokens = list_logprobs(job.tokenizer, result.token_ids, result.top_logprobs)
+            tokens = list_logprobs(job.pair.tokenizer, result.token_ids, result.top_logprobs)
             _print_table(console, _logprobs_table(tokens))
         table = Table.grid(padding=(0, 2))
         table.add_column(style="dim", no_wrap=True)
@@ -224,10 +223,8 @@ def _heading(job: GenerateJob) -> str:
     if job.config.adaptive_k:
         k = f"K = auto, at most {job.config.num_speculative_tokens}"
     drafting = f" · {k}" if job.drafter is not None else ""
-    device = jax.devices()[0].device_kind
-    return (
-        f"{job.name}{drafting} · temperature {job.temperature:g} · {device}, jax {jax.__version__}"
-    )
+    device = f"{jax.devices()[0].device_kind}, jax {jax.__version__}"
+    return f"{job.pair.name}{drafting} · temperature {job.options.temperature:g} · {device}"
 
 
 def _summary_rows(
@@ -259,7 +256,7 @@ def _summary_rows(
     ]
     if job.drafter is None:
         return rows
-    verification = job.rule or job.config.rejection_sample_method
+    verification = job.options.rule or job.config.rejection_sample_method
     if not is_exact(job):
         verification += ", not exact: the text does not follow the target's distribution"
     rows.append(("verification", Text(verification)))

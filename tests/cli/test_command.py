@@ -19,11 +19,13 @@ import pytest
 import tokenizers
 
 import specjax
-from specjax.cli import command, main, streams
+from specjax.cli import main, streams
 from specjax.cli.arguments import parse_options
 from specjax.cli.generate import GenerateJob, GenerateResult, Timings
 from specjax.cli.json_report import is_exact, metrics_json
+from specjax.cli.model_pair import ModelPair, read_pair
 from specjax.cli.processes import load_options
+from specjax.cli.run_generate import check_job
 from specjax.cli.sweep.run_sweep import read_workload
 from specjax.cli.terminal import Terminal
 from specjax.config import SpeculativeConfig
@@ -107,6 +109,14 @@ def run_generate(pair, *options):
     drafting = () if "--draft" in options else ("--draft", draft)
     length = PLAIN if "none" in options else SHORT
     return main(["generate", PROMPT, "--target", target, *drafting, *length, *options])
+
+
+def job_of(name="", tokenizer=None, drafter=None, config=None, rule=None, temperature=1.0):
+    """A job of one token and no models."""
+    config = config or SpeculativeConfig()
+    options = argparse.Namespace(temperature=temperature, rule=rule)
+    pair = ModelPair(name, "", "", None, tokenizer)
+    return GenerateJob(options, pair, config, "x", [1], drafter=drafter)
 
 
 class FakeTerminal(io.StringIO):
@@ -229,11 +239,11 @@ def test_a_key_does_not_depend_on_what_jax_makes_by_default(pair):
     with jax.default_prng_impl("rbg"):
         options, config = parse_options(["generate", "ab", *arguments, *SHORT])
         terminal = Terminal(quiet=True)
-        job = command._check_generate_job(options, config, "ab", terminal, None)[1]
+        job = check_job(options, config, read_pair(options), "ab", terminal, None)
         options, _ = parse_options(
             ["sweep", "ab", *arguments, "--context", "8", "--steps", "4", *PLAIN]
         )
-        keys = job.keywords["key"], read_workload(options, ["ab"], terminal).key(2)
+        keys = job.key, read_workload(options, read_pair(options), ["ab"], terminal).key(2)
     assert all(map(jnp.array_equal, keys, (wanted, jax.random.fold_in(wanted, 2))))
 
 
@@ -377,7 +387,7 @@ def test_tokens_are_listed_by_what_stands_in_them(monkeypatch):
         *(np.array(x) for x in ([[0], [-1]], [[-0.5], [-np.inf]], [2, 1], [-1.0, -np.inf]))
     )
     counts = [jnp.array([n], jnp.int32) for n in (1, 1, [0], [0])]
-    job = GenerateJob("", None, None, Tokenizer(), "", [1], SpeculativeConfig(), None, 9, 1.0, ())
+    job = job_of(tokenizer=Tokenizer())
     run = GenerateResult([2, 1], "length", Metrics(*counts), top)
     Terminal().print_summary(job, run, Timings(1.0, 0.01, 1.0))
     lines = [line.split() for line in terminal.getvalue().splitlines()]
@@ -405,11 +415,8 @@ def summary_text(monkeypatch, num_drafted, num_accepted, **options):
         jnp.array([n], jnp.int32) for n in (3, 3 + sum(num_accepted), num_drafted, num_accepted)
     ]
     timings = Timings(1.0, 0.01, 12345.6, 0.01, 11222.3, 1.1)
-    job = GenerateJob(
-        "", None, ngram_drafter(), None, "", [1], SpeculativeConfig(), None, 9, 1.0, ()
-    )
     Terminal().print_summary(
-        job._replace(**options),
+        job_of(drafter=ngram_drafter(), **options),
         GenerateResult([1] * 999, "end_of_sequence", Metrics(*counts)),
         timings,
     )
@@ -448,8 +455,7 @@ def test_a_name_is_shown_as_it_is_written(monkeypatch):
     monkeypatch.setattr(sys, "stdout", terminal)
     monkeypatch.setenv("NO_COLOR", "1")
     name = "target /tmp/[b]a[/i] · draft :smile:"
-    job = GenerateJob(name, None, None, None, "x", [1], SpeculativeConfig(), None, 9, 1.0, ())
-    Terminal().print_prompt(job)
+    Terminal().print_prompt(job_of(name))
     assert terminal.getvalue().startswith(name)
 
 
@@ -919,7 +925,7 @@ def test_a_backend_that_fails_is_a_sentence(capsys, pair, monkeypatch):
     def fail(*_, **__):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory.\nallocation 1\n")
 
-    monkeypatch.setattr("specjax.cli.command.stream_text", fail)
+    monkeypatch.setattr("specjax.cli.run_generate.stream_text", fail)
     assert run_generate(pair, "--json") == 1
     assert capsys.readouterr() == ("", "specjax: RESOURCE_EXHAUSTED: Out of memory.\n")
 
@@ -970,10 +976,8 @@ def test_the_command_offers_rules_and_says_that_they_are_not_exact(monkeypatch, 
     ],
 )
 def test_exact_is_what_follows_the_target(config, options, exact):
-    job = GenerateJob(
-        "", None, ngram_drafter(), None, "", [1], SpeculativeConfig(**config), None, 9, 1.0, ()
-    )
-    assert is_exact(job._replace(**options)) is exact
+    job = job_of(drafter=ngram_drafter(), config=SpeculativeConfig(**config), **options)
+    assert is_exact(job) is exact
     assert is_exact(job._replace(drafter=None))
 
 

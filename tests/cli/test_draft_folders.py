@@ -14,8 +14,7 @@ from checkpoints import write_checkpoints
 from specjax import SpeculativeConfig
 from specjax.cli import main
 from specjax.cli.arguments import parse_options
-from specjax.cli.command import _with_trained_k
-from specjax.cli.model_pair import check_draft, load_pair, read_pair
+from specjax.cli.model_pair import load_pair, read_pair, with_trained_k
 from specjax.config import DEFAULT_STEP_COSTS
 from specjax.decode.adaptive_k import AdaptiveK, init_history, k_by_rate
 from specjax.models import DFlashConfig, build_dflash, pretrained_folder, save_dflash
@@ -40,12 +39,8 @@ def _run_in_folder(folder, tmp_path, monkeypatch):
 
 
 def read(**options):
-    given = {"target": None, "draft": HEAD, "mesh": None} | options
+    given = {"target": None, "draft": HEAD, "mesh": None, "logprobs": None} | options
     return read_pair(types.SimpleNamespace(**given))
-
-
-def check(**options):
-    return check_draft(read(**options))
 
 
 def test_head_and_model_name_the_embedded_drafts_of_the_embedded_target():
@@ -60,18 +55,20 @@ def test_head_and_model_name_the_embedded_drafts_of_the_embedded_target():
 
 
 def test_a_head_says_how_many_tokens_it_drafts_and_for_which_target(folder):
-    assert check(target=TARGET) == (3, None, None, None, None)
+    pair = read(target=TARGET)
+    assert (pair.draft.num_speculative_tokens, pair.warning) == (3, None)
     shutil.copytree(folder / TARGET, folder / "another")
-    num_tokens, warning, *_ = check(target="another")
-    assert num_tokens == 3
-    assert "was trained for Qwen/Qwen2.5-7B-Instruct, and the target is another" in warning
-    assert check(target=TARGET, draft="path/to/Qwen2.5-0.5B-Instruct") == (None,) * 5
+    pair = read(target="another")
+    assert pair.draft.num_speculative_tokens == 3
+    assert "was trained for Qwen/Qwen2.5-7B-Instruct, and the target is another" in pair.warning
+    model = read(target=TARGET, draft="path/to/Qwen2.5-0.5B-Instruct")
+    assert (model.draft[2:], model.warning) == ((None,) * 5, None)
 
 
 def test_auto_goes_by_the_step_costs_next_to_a_head_unless_an_option_gives_some():
     def costs(*arguments):
         options, config = parse_options(["generate", "a", *arguments])
-        return _with_trained_k(config, options, check_draft(read_pair(options))).step_costs
+        return with_trained_k(config, options, read_pair(options)).step_costs
 
     own = costs()
     assert own == costs("--num-speculative-tokens", "auto")
@@ -101,8 +98,7 @@ def test_the_usual_rate_next_to_a_head_is_that_of_files_unless_an_option_gives_o
     def rate(*arguments):
         files = ["--input", "a", "--output", "b", "--target", TARGET, "--draft", str(head)]
         options, config = parse_options(["generate", *files, *arguments])
-        draft = check_draft(read_pair(options))
-        return _with_trained_k(config, options, draft).usual_acceptance_rate
+        return with_trained_k(config, options, read_pair(options)).usual_acceptance_rate
 
     auto = "--num-speculative-tokens", "auto"
     assert rate(*auto) == 0.7
@@ -127,7 +123,7 @@ def test_step_costs_that_are_none_are_refused(folder, tmp_path, text):
     shutil.copytree(folder / HEAD, head)
     (head / "step_costs.json").write_text(text)
     with pytest.raises(ValueError, match=r"step_costs\.json is no file of step costs"):
-        check(target=TARGET, draft=str(head))
+        read(target=TARGET, draft=str(head))
 
 
 def test_a_head_of_another_target_is_refused_before_weights_are_read(capsys):
@@ -140,7 +136,8 @@ def test_a_head_of_blocks_drafts_a_whole_block_and_no_more(capsys, folder):
     layer = dataclasses.replace(EAGLE3.layer, qk_norm=True)
     config = DFlashConfig(layer, layer.vocab_size, taps=(0, 1), block_size=6, mask_token_id=4159)
     save_dflash("blocks", build_dflash(config), config)
-    assert check(target=TARGET, draft="blocks") == (5, None, 5, None, None)
+    draft = read(target=TARGET, draft="blocks").draft
+    assert (draft.num_speculative_tokens, draft.max_speculative_tokens) == (5, 5)
     command = ["--target", TARGET, "--draft", "blocks"]
     for given in (
         ["generate", "a", "--num-speculative-tokens", "6"],

@@ -18,6 +18,7 @@ from test_files import limit_file_size
 import specjax
 from specjax.cli import main
 from specjax.cli.arguments import parse_options
+from specjax.cli.model_pair import read_pair
 from specjax.cli.sweep.choice import (
     Acceptance,
     choose_best,
@@ -238,7 +239,8 @@ def test_a_target_over_devices_keeps_the_drafts_that_it_keeps_on_one(capsys, pai
     """By lookup drafts of one token, whose programs are the fewest."""
     command = ["sweep", "ab ab ab", *pair[:2], *SMALL, "--draft", "ngram", "--temperature", "0"]
     command += ["--max-speculative-tokens", "1"]
-    workload = read_workload(parse_options(command)[0], ["ab ab ab"], Terminal(quiet=True))
+    options = parse_options(command)[0]
+    workload = read_workload(options, read_pair(options), ["ab ab ab"], Terminal(quiet=True))
     one = measure_acceptance(workload, 1, lambda stage: None)
     assert main([*command, "--json", "--mesh", "2"]) == 0
     report = json.loads(capsys.readouterr().out)

@@ -18,10 +18,15 @@ from specjax import models
 from specjax.cli.arguments import SAMPLING_OPTIONS
 from specjax.cli.batch.output_file import OutputFile
 from specjax.cli.batch.read_lines import PromptLine, read_lines
-from specjax.cli.json_report import is_exact_rule
+from specjax.cli.json_report import is_exact_rule, list_logprobs
 from specjax.cli.json_schema import read_grammar
-from specjax.cli.model_pair import ModelPair, describe_configs, encode_text, load_pair
-from specjax.cli.token_text import list_logprobs
+from specjax.cli.model_pair import (
+    ModelPair,
+    describe_configs,
+    encode_text,
+    load_pair,
+    with_trained_k,
+)
 from specjax.config import SpeculativeConfig
 from specjax.decode.drafters import Drafter
 from specjax.decode.logprobs import TopLogprobs
@@ -94,8 +99,8 @@ class _Clock:
 
 def read_batch(
     options: argparse.Namespace,
-    pair: ModelPair,
     config: SpeculativeConfig,
+    pair: ModelPair,
     terminal: Any,
     exit_stack: contextlib.ExitStack,
 ) -> BatchJob:
@@ -108,6 +113,7 @@ def read_batch(
         output has lines of other prompts or options, or another run writes to it. Also if it is not
         a regular file, or cannot be written.
     """
+    config = with_trained_k(config, options, pair)
     output = exit_stack.enter_context(OutputFile(options.output))
     clock = _Clock(output.date)
     warnings: list[str] = []
@@ -211,7 +217,7 @@ def _changed_fields(config: SpeculativeConfig) -> dict[str, str]:
 
 
 def _stop(options: argparse.Namespace, line: PromptLine) -> tuple[str, ...]:
-    return tuple(options.stop) if line.stop is None else line.stop
+    return options.stop if line.stop is None else line.stop
 
 
 def _value(job: BatchJob, line: PromptLine, name: str) -> Any:

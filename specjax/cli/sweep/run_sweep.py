@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from specjax import models
-from specjax.cli.model_pair import check_draft, encode_prompt, load_pair, read_pair
+from specjax.cli.model_pair import ModelPair, check_k, encode_prompt, load_pair
 from specjax.cli.sweep.choice import choose_best, standard_errors
 from specjax.cli.sweep.measure import (
     Workload,
@@ -33,11 +33,14 @@ from specjax.file_io import JsonObject
 __all__ = ["read_workload", "run_sweep"]
 
 
-def read_workload(options: argparse.Namespace, texts: list[str], terminal: Any) -> Workload:
+def read_workload(
+    options: argparse.Namespace, pair: ModelPair, texts: list[str], terminal: Any
+) -> Workload:
     """Reads prompts and models into a `Workload`.
 
     Args:
       options: from `parse_options`.
+      pair: that they name.
       texts: the prompts.
       terminal: of the command.
 
@@ -45,35 +48,23 @@ def read_workload(options: argparse.Namespace, texts: list[str], terminal: Any) 
       ValueError: if a prompt, a folder or a length is wrong; before weights are read.
     """
     max_drafts = options.max_speculative_tokens
-    with terminal.spinner("reading the folders"):
-        pair = read_pair(options)
-        max_length = pair.target_config.max_position_embeddings
-        tokens_needed = options.context + buffer_tokens(options)
-        if tokens_needed > max_length:
-            raise ValueError(
-                f"--context is {options.context}, and --steps {options.steps} of "
-                f"--max-speculative-tokens {max_drafts} need "
-                f"{tokens_needed - options.context} tokens after it; together they "
-                f"may be at most {max_length}, the target's longest sequence."
-            )
-        if options.chat:
-            chats = [[{"role": "user", "content": text}] for text in texts]
-            texts = [models.chat_prompt(pair.folder, messages) for messages in chats]
-        # The last step may emit K + 1 tokens beyond --max-new-tokens.
-        encoded = [
-            encode_prompt(
-                pair,
-                text,
-                chat=options.chat,
-                num_new_tokens=options.max_new_tokens + max_drafts + 1,
-                option="--max-new-tokens + K + 1",
-            )
-            for text in texts
-        ]
-        draft = check_draft(pair)
-        draft.check_k(max_drafts, "--max-speculative-tokens")
+    max_length = pair.target_config.max_position_embeddings
+    num_new_tokens = buffer_tokens(options)
+    if options.context + num_new_tokens > max_length:
+        raise ValueError(
+            f"--context is {options.context}, and --steps {options.steps} of "
+            f"--max-speculative-tokens {max_drafts} need {num_new_tokens} tokens after it; "
+            f"together they may be at most {max_length}, the target's longest sequence."
+        )
+    if options.chat:
+        chats = [[{"role": "user", "content": text}] for text in texts]
+        texts = [models.chat_prompt(pair.folder, messages) for messages in chats]
+    # The last step may emit K + 1 tokens beyond --max-new-tokens.
+    room: Any = {"num_new_tokens": options.max_new_tokens + max_drafts + 1}
+    room |= {"option": "--max-new-tokens + K + 1", "chat": options.chat}
+    encoded = [encode_prompt(pair, text, **room) for text in texts]
+    check_k(pair, max_drafts, "--max-speculative-tokens")
     terminal.print_warning(next((warning for _, warning in encoded if warning), None))
-    terminal.print_warning(draft.warning)
     target, drafter = load_pair(pair)
     assert drafter is not None  # The options refuse a sweep without drafts.
     prompts, eos_token_ids = [ids for ids, _ in encoded], pair.target_config.eos_token_ids

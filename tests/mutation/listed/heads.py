@@ -187,7 +187,7 @@ MUTATIONS = (
         "one by one, every token is drawn from the first row",
     ),
     Mutation(
-        "specjax.cli.command._with_trained_k",
+        "specjax.cli.model_pair.with_trained_k",
         " if getattr(options, name) is None",
         "",
         draft_folders(
@@ -196,7 +196,7 @@ MUTATIONS = (
         "the step costs next to a head take the place of those that an option gives",
     ),
     Mutation(
-        "specjax.cli.command._with_trained_k",
+        "specjax.cli.model_pair.with_trained_k",
         "num_speculative_tokens=k, step_costs=None",
         "num_speculative_tokens=4, step_costs=None",
         draft_folders("test_a_greedy_text_of_a_head_is_the_target_s_and_an_option_gives_another_k"),
