@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from specjax.cli.model_pair import ModelPair, describe_configs
-from specjax.cli.program_store import ProgramStore
+from specjax.cli.program_store import program_path
 from specjax.cli.stream_programs import StreamPrograms
 from specjax.config import SpeculativeConfig
 from specjax.decode.capacity import DEFAULT_CAPACITY
@@ -142,14 +142,12 @@ def begin_programs(job: GenerateJob) -> StreamPrograms:
         config=job.config,
         options=LoopOptions(prefill_chunk_size=_chunk_size(job), num_logprobs=options.logprobs),
     )
-    options = LoopOptions(prefill_chunk_size=_chunk_size(job), num_logprobs=job.num_logprobs)
-    requests, static = check_arguments(job.target, job.drafter, arguments, job.config, options)
-    store = None
+    path = None
     if job.folder is not None:
         types = jax.tree.map(_describe, (requests, static))
         kind = repr((describe_configs(job.pair), job.drafter is None, types))
-        store = ProgramStore(job.folder, kind)
-    return StreamPrograms(*job.models, requests, static, store)
+        path = program_path(job.folder, kind)
+    return StreamPrograms(*job.models, requests, static, path)
 
 
 def _describe(argument: Any) -> str:

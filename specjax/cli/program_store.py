@@ -5,19 +5,25 @@ would be traced from: this package's source, JAX and its settings, the device, t
 configurations, and the shapes and options of a call.
 """
 
+import contextlib
 import hashlib
 import os
 import pathlib
 import pickle
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
 
 import jax
 
-from specjax.decode.compile.saved_programs import describe_process, load_program, serialize_programs
+from specjax.decode.compile.saved_programs import (
+    SavedProgram,
+    describe_process,
+    load_program,
+    serialize_programs,
+)
 from specjax.file_io import replace_file
 
-__all__ = ["ProgramStore"]
+__all__ = ["load_kept", "program_path", "read_programs", "write_programs"]
 
 _ROOT = pathlib.Path(__file__).parents[1]
 _DIGEST_BYTES = 32
@@ -26,57 +32,57 @@ _PLAIN = (str, int, float, type(None))
 _VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 
 
-class ProgramStore:
-    """Programs of one kind, each under a name.
+# Programs as bytes, by their names, with the structures of their results.
+Kept: TypeAlias = dict[str, tuple[SavedProgram, jax.tree_util.PyTreeDef]]
 
-    What is read is unpickled, and it is code that runs: others must not be able to write to the
-    folder.
+
+def program_path(folder: pathlib.Path, kind: str) -> pathlib.Path:
+    """Returns the file of programs of one kind.
 
     Args:
-      folder: of the files, created when one is written.
+      folder: of the files. What is read is unpickled, and it is code that runs: others must not be
+        able to write to it.
       kind: what the programs are traced from, besides what `_describe_tracing` lists.
     """
+    return folder / hashlib.sha256((_describe_tracing() + kind).encode()).hexdigest()
 
-    def __init__(self, folder: pathlib.Path, kind: str) -> None:
-        self._folder = folder
-        self._prefix = hashlib.sha256((_describe_tracing() + kind).encode()).hexdigest()
 
-    def _path(self, name: str) -> pathlib.Path:
-        return self._folder / f"{self._prefix}-{name}"
+def read_programs(path: pathlib.Path) -> Kept | None:
+    """Returns the programs of a file; None if it is absent, was cut or changed."""
+    try:
+        data = path.read_bytes()
+    except OSError:
+        return None
+    digest, data = data[:_DIGEST_BYTES], data[_DIGEST_BYTES:]
+    kept: Kept | None = pickle.loads(data) if hashlib.sha256(data).digest() == digest else None
+    return kept
 
-    def __contains__(self, name: str) -> bool:
-        return self._path(name).is_file()
 
-    def load(self, name: str) -> Callable[..., Any] | None:
-        """Returns a program, a function of its arrays; None if it cannot be read."""
-        try:
-            data = self._path(name).read_bytes()
-            digest, data = data[:_DIGEST_BYTES], data[_DIGEST_BYTES:]
-            if hashlib.sha256(data).digest() != digest:
-                return None
-            saved, structure = pickle.loads(data)
-            return load_program(saved, jax.tree.unflatten(structure, [0] * saved.num_results))
-        except (OSError, jax.errors.JaxRuntimeError):
-            return None
+def load_kept(saved: SavedProgram, structure: jax.tree_util.PyTreeDef) -> Callable[..., Any] | None:
+    """Returns a program, a function of its arrays; None if it cannot be loaded."""
+    try:
+        return load_program(saved, jax.tree.unflatten(structure, [0] * saved.num_results))
+    except jax.errors.JaxRuntimeError:
+        return None
 
-    def save(self, name: str, program: jax.stages.Compiled) -> None:
-        """Writes a program that was compiled here; a folder that cannot be written is left."""
-        (saved,) = serialize_programs((), [program], may_be_cached=False)
-        data = pickle.dumps((saved, jax.tree.structure(program.out_info)))
-        try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            with replace_file(self._path(name)) as temporary:
-                temporary.write_bytes(hashlib.sha256(data).digest() + data)
-        except OSError:
-            return
+
+def write_programs(path: pathlib.Path, programs: Mapping[str, Any]) -> None:
+    """Writes programs that were compiled here; a folder that cannot be written is left."""
+    saved = serialize_programs((), list(programs.values()), may_be_cached=False)
+    structures = [jax.tree.structure(program.out_info) for program in programs.values()]
+    kept: Kept = dict(zip(programs, zip(saved, structures, strict=True), strict=True))
+    data = pickle.dumps(kept)
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with replace_file(path) as temporary:
+            temporary.write_bytes(hashlib.sha256(data).digest() + data)
 
 
 def _describe_tracing() -> str:
     """Returns what programs of any kind are traced and compiled by."""
-    root = _ROOT
     source = hashlib.sha256()
-    for path in sorted(root.rglob("*.py")):
-        source.update(str(path.relative_to(root)).encode() + path.read_bytes())
+    for path in sorted(_ROOT.rglob("*.py")):
+        source.update(str(path.relative_to(_ROOT)).encode() + path.read_bytes())
     # Under `jax.enable_x64` the setting is another than that of the process.
     settings: list[tuple[str, Any]] = [("x64", jax.dtypes.canonicalize_dtype(float))]
     settings += sorted((k, v) for k, v in jax.config.values.items() if isinstance(v, _PLAIN))
