@@ -23,7 +23,7 @@ from specjax.decode.compile.saved_programs import (
 )
 from specjax.file_io import replace_file
 
-__all__ = ["load_kept", "program_path", "read_programs", "write_programs"]
+__all__ = ["Kept", "load_kept", "program_path", "read_programs", "write_programs"]
 
 _ROOT = pathlib.Path(__file__).parents[1]
 _DIGEST_BYTES = 32
@@ -47,14 +47,14 @@ def program_path(folder: pathlib.Path, kind: str) -> pathlib.Path:
     return folder / hashlib.sha256((_describe_tracing() + kind).encode()).hexdigest()
 
 
-def read_programs(path: pathlib.Path) -> Kept | None:
-    """Returns the programs of a file; None if it is absent, was cut or changed."""
+def read_programs(path: pathlib.Path) -> Kept:
+    """Returns the programs of a file; none if it is absent, was cut or changed."""
     try:
         data = path.read_bytes()
     except OSError:
-        return None
+        return {}
     digest, data = data[:_DIGEST_BYTES], data[_DIGEST_BYTES:]
-    kept: Kept | None = pickle.loads(data) if hashlib.sha256(data).digest() == digest else None
+    kept: Kept = pickle.loads(data) if hashlib.sha256(data).digest() == digest else {}
     return kept
 
 

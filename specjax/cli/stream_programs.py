@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from specjax.cli.program_store import load_kept, read_programs, write_programs
+from specjax.cli.program_store import Kept, load_kept, read_programs, write_programs
 from specjax.decode.capacity import explain_out_of_memory
 from specjax.decode.compile.compiler_options import prefill_options, small_program_options
 from specjax.decode.draft_step import draft_budget, run_draft
@@ -109,16 +109,21 @@ class StreamPrograms:
         # As many at once as there are processors, those of the first token first.
         self._pool = futures.ThreadPoolExecutor(os.cpu_count())
         self._programs: dict[str, futures.Future[Callable[..., Any] | None]] = {}
+        self._kept: Kept = {}
         if self.compiles_at_calls or jax.config.values["jax_disable_jit"]:
             return
-        kept = None if path is None else read_programs(path)
-        if kept is None:
+        # Few cores have enough to do until the first token is there: the others are loaded later.
+        self._kept = {} if path is None else read_programs(path)
+        self._load("begin", "chunk", "first")
+        if not self._programs:
             self._begin_all(*_shapes_of((target, drafter)))
             if path is not None:
                 self._pool.submit(self._keep, path)
-            return
-        for name, program in kept.items():
-            self._programs[name] = self._pool.submit(load_kept, *program)
+
+    def _load(self, *names: str) -> None:
+        """Begins to load programs of the file."""
+        for name in self._kept.keys() & names:
+            self._programs[name] = self._pool.submit(load_kept, *self._kept.pop(name))
 
     def _begin_all(self, target: Model, drafter: Drafter | None) -> None:
         """Begins to compile the programs, in the order in which a text needs them."""
@@ -155,6 +160,7 @@ class StreamPrograms:
 
         A program takes longer when it runs first.
         """
+        self._load(*_FUNCTIONS)
         state = self.step(target, drafter, self.read_prompt(target, drafter))
         self.step(target, drafter, state)
 
@@ -176,6 +182,7 @@ class StreamPrograms:
         name, rows, self._first_rows = "first", self._first_rows, None
         with explain_out_of_memory(target, drafter, *self._requests.token_ids.shape):
             if rows is None:
+                self._load(*_FUNCTIONS)
                 name, state = "commit", self.draft(drafter, state)
                 state, rows = self._call("rows", Models(target, drafter), state)
             state, self._hidden = self._call(name, drafter, state, rows)
