@@ -250,18 +250,19 @@ def parse_options(argv: list[str] | None) -> tuple[argparse.Namespace, Speculati
     check_process_options(options)
     _check_batch_options(options)
     drafting = ("num_speculative_tokens", "step_costs", "usual_acceptance_rate", "rule")
-    given = [option_name(name) for name in drafting if getattr(options, name) is not None]
     methods = {"rejection_sample_method": "synthetic", "draft_sample_method": "greedy"}
-    given += [
-        f"{option_name(name)} {method}"
-        for name, method in methods.items()
-        if getattr(options, name) == method
-    ]
+    given = _list_given(options, *drafting)
+    given += [f"{option_name(x)} {y}" for x, y in methods.items() if getattr(options, x) == y]
     if options.draft == "none" and given:
         raise ValueError(f"--draft is none, so nothing is drafted; {given[0]} needs a draft.")
     if options.prompt is not None and options.prompt_file is not None:
         raise ValueError("a prompt and --prompt-file are given; give one of them.")
     return options, make_config(options)
+
+
+def _list_given(options: argparse.Namespace, *names: str) -> list[str]:
+    """Returns which of some options are given."""
+    return [option_name(name) for name in names if getattr(options, name) not in (None, False)]
 
 
 def _check_batch_options(options: argparse.Namespace) -> None:
@@ -270,24 +271,14 @@ def _check_batch_options(options: argparse.Namespace) -> None:
         given, missing = ("input", "output") if options.output is None else ("output", "input")
         raise ValueError(f"--{given} is given without --{missing}; a file of prompts needs both.")
     if options.input is None:
-        alone = {
-            "--num-slots": options.num_slots is not None,
-            "--skip-malformed": options.skip_malformed,
-            "--usual-acceptance-rate": options.usual_acceptance_rate is not None,
-        }
-        for name, is_given in alone.items():
-            if is_given:
-                raise ValueError(f"{name} is given without --input, a file of prompts.")
+        alone = _list_given(options, "num_slots", "skip_malformed", "usual_acceptance_rate")
+        if alone:
+            raise ValueError(f"{alone[0]} is given without --input, a file of prompts.")
         return
-    others = {
-        "a prompt": options.prompt,
-        "--prompt-file": options.prompt_file,
-        "--compare": options.compare,
-        "--json": options.json,
-    }
-    for name, value in others.items():
-        if value:
-            raise ValueError(f"--input is given and {name}; give one of them.")
+    others = ["a prompt"] if options.prompt else []
+    others += _list_given(options, "prompt_file", "compare", "json")
+    if others:
+        raise ValueError(f"--input is given and {others[0]}; give one of them.")
     options.num_slots = 16 if options.num_slots is None else options.num_slots
     check_limits(options, _BATCH_OPTIONS)
 

@@ -4,7 +4,7 @@ import argparse
 import contextlib
 import pathlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -104,8 +104,6 @@ class Timings(NamedTuple):
       plain_seconds: without a drafter, None if not measured.
       plain_tokens_per_second: without a drafter, None if not measured.
       speedup: tokens_per_second / plain_tokens_per_second.
-      repeats: timed decodings of each kind.
-      loop: "stream", a program per step.
     """
 
     compile_seconds: float
@@ -114,8 +112,6 @@ class Timings(NamedTuple):
     plain_seconds: float | None = None
     plain_tokens_per_second: float | None = None
     speedup: float | None = None
-    repeats: int = 1
-    loop: str = "stream"
 
 
 def _chunk_size(job: GenerateJob) -> int:
@@ -154,37 +150,6 @@ def _describe(argument: Any) -> str:
     return str(jax.typeof(argument)) if hasattr(argument, "dtype") else repr(argument)
 
 
-def _stream_states(
-    job: GenerateJob, spinner: Spinner, waits_for_all: bool
-) -> Iterator[tuple[DecodeState, float, float]]:
-    """Yields the state with the first token, then the state after each step.
-
-    Yields:
-      The state, the seconds of waiting for compilations, and the seconds of its step: 0 for the
-      first.
-    """
-    with spinner("compiling"):
-        programs = job.programs or begin_programs(job)
-        if waits_for_all or programs.compiles_at_calls:
-            start = time.perf_counter()
-            programs.warm_up(*job.models)
-            seconds = time.perf_counter() - start
-            programs.seconds_waited += seconds if programs.compiles_at_calls else 0.0
-        programs.wait_for_prompt()
-    with spinner("reading the prompt"):
-        state = programs.read_prompt(*job.models)
-    with spinner("compiling"):
-        state = programs.step(*job.models, state)
-    seconds_waited = programs.seconds_waited
-    yield state, seconds_waited, 0.0
-    while not np.asarray(state.finish)[0]:
-        start = time.perf_counter()
-        state = programs.step(*job.models, state)
-        waited = programs.seconds_waited - seconds_waited
-        seconds_waited += waited
-        yield state, waited, time.perf_counter() - start - waited
-
-
 def _result_of(job: GenerateJob, state: DecodeState, length: int, stopped: bool) -> GenerateResult:
     """Returns the result of the first `length` tokens of a state's text."""
     ids, finish, metrics, top = jax.device_get(
@@ -221,28 +186,36 @@ def stream_text(
     Returns:
       The result, and its times without those of `show`.
     """
+    with spinner("compiling"):
+        programs = job.programs or begin_programs(job)
+        if waits_for_all or programs.compiles_at_calls:
+            programs.warm_up(*job.models)
+        programs.wait_for_prompt()
+    with spinner("reading the prompt"):
+        state = programs.read_prompt(*job.models)
+    with spinner("compiling"):
+        state = programs.step(*job.models, state)
+    begin(job)
     text = StoppedText(job.pair.tokenizer, job.prompt_ids, job.options.stop)
-    num_shown = first_length = len(job.prompt_ids)
-    compile_seconds = step_seconds = 0.0
-    origin = 0
-    for state, compiling, stepping in _stream_states(job, spinner, waits_for_all):
-        ids, origins, lengths = jax.device_get((state.token_ids, state.origins, state.lengths))
-        length = int(lengths[0])
-        if not stepping:
-            first_length = length
-            begin(job)
-        while num_shown < length and not text.stopped:
+    num_shown, first_length = len(job.prompt_ids), int(state.lengths[0])
+    step_seconds, origin = 0.0, 0
+    while True:
+        ids, origins, lengths, finish = jax.device_get(
+            (state.token_ids, state.origins, state.lengths, state.finish)
+        )
+        while num_shown < int(lengths[0]) and not text.stopped:
             origin = int(origins[0, num_shown])
             show(text.feed(int(ids[0, num_shown])), origin)
             num_shown += 1
-        compile_seconds += compiling
-        step_seconds += stepping
-        if text.stopped:
+        if text.stopped or finish[0]:
             break
+        start = time.perf_counter() - programs.seconds_waited
+        state = programs.step(*job.models, state)
+        step_seconds += time.perf_counter() - programs.seconds_waited - start
     show(text.flush(), origin)
     rate = (num_shown - first_length) / step_seconds if step_seconds else None
     result = _result_of(job, state, num_shown, text.stopped)
-    return result, Timings(compile_seconds, step_seconds, rate)
+    return result, Timings(programs.seconds_waited, step_seconds, rate)
 
 
 def compare_with_plain(

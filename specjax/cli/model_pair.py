@@ -1,7 +1,11 @@
-"""Target and draft of a command: their folders are checked, then their weights loaded."""
+"""Target and draft of a command: their folders are checked, then their weights loaded.
+
+Their tokenizer encodes prompts and makes the grammar of `--json-schema`.
+"""
 
 import argparse
 import dataclasses
+import json
 import os
 import pathlib
 from collections.abc import Callable, Mapping
@@ -11,9 +15,11 @@ from typing import Any, NamedTuple
 from specjax import models
 from specjax.cli.processes import load_options
 from specjax.config import SpeculativeConfig
+from specjax.contrib.grammars import json_schema_grammar, token_bytes
 from specjax.decode.drafters import Drafter, model_drafter, ngram_drafter
 from specjax.engine.request import PROGRAM_EXITS
-from specjax.file_io import shorten
+from specjax.file_io import read_file, shorten
+from specjax.processing.grammar import Grammar
 from specjax.types import Model
 
 __all__ = [
@@ -24,10 +30,12 @@ __all__ = [
     "encode_text",
     "load_pair",
     "pair_shapes",
+    "read_grammar",
     "read_pair",
     "with_trained_k",
 ]
 
+_MAX_BYTES = 2**24
 # Names of `--draft`, and the folders that ship with specjax.
 _EMBEDDED_DRAFTS = {"head": "eagle3", "model": "draft"}
 
@@ -238,3 +246,34 @@ def encode_prompt(
             f"{pair.target_config.vocab_size}; tokenizer.json belongs to another model."
         )
     return ids, warning
+
+
+def read_grammar(options: argparse.Namespace, pair: ModelPair) -> Grammar | None:
+    """Returns the grammar of `--json-schema`, or None if it is not given.
+
+    Raises:
+      ValueError: if the file is not a JSON object, its schema is refused or nested too deeply, or
+        no token ends a text.
+      OSError: if it cannot be read.
+    """
+    path = options.json_schema
+    if path is None:
+        return None
+    data, config = read_file(path, _MAX_BYTES), pair.target_config
+    try:
+        schema = json.loads(data.decode())
+        if not isinstance(schema, dict):
+            raise ValueError(f"--json-schema {path} holds no JSON object.")
+        if not config.eos_token_ids:
+            raise ValueError(
+                f"{pair.folder} names no end-of-sequence token, and a text of --json-schema has to "
+                "end."
+            )
+        vocabulary = token_bytes(pair.tokenizer, config.vocab_size)
+        return json_schema_grammar(schema, vocabulary, config.eos_token_ids)
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(f"--json-schema {path} is not JSON: {error}.") from None
+    except RecursionError:
+        raise ValueError(
+            f"--json-schema {path} is nested too deeply; it needs fewer levels."
+        ) from None

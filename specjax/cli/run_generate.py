@@ -10,13 +10,13 @@ from specjax import models
 from specjax.cli.arguments import parse_sampling_options
 from specjax.cli.generate import GenerateJob, begin_programs, compare_with_plain, stream_text
 from specjax.cli.json_report import json_report
-from specjax.cli.json_schema import read_grammar
 from specjax.cli.model_pair import (
     ModelPair,
     describe_configs,
     encode_prompt,
     load_pair,
     pair_shapes,
+    read_grammar,
     with_trained_k,
 )
 from specjax.cli.processes import check_same_inputs, collective_errors, is_rank_zero
@@ -44,9 +44,9 @@ def check_job(
     room: Any = {"num_new_tokens": options.max_new_tokens, "option": "--max-new-tokens"}
     ids, warning = encode_prompt(pair, text, chat=options.chat, **room)
     terminal.print_warning(warning)
-    sampling = parse_sampling_options(options)
-    if options.json_schema is not None:
-        sampling = (sampling or SamplingParams())._replace(grammar=read_grammar(options, pair))
+    sampling, grammar = parse_sampling_options(options), read_grammar(options, pair)
+    if grammar is not None:
+        sampling = (sampling or SamplingParams())._replace(grammar=grammar)
     config = with_trained_k(config, options, pair)
     return GenerateJob(options, pair, config, text, ids, sampling, folder)
 

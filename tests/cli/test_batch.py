@@ -23,8 +23,7 @@ from specjax.cli.arguments import SAMPLING_OPTIONS, parse_options
 from specjax.cli.batch import output_file, run_batch
 from specjax.cli.batch.output_file import OutputFile
 from specjax.cli.batch.read_lines import _NUMBERS, PromptLine, read_lines
-from specjax.cli.json_schema import read_grammar
-from specjax.cli.model_pair import read_pair
+from specjax.cli.model_pair import read_grammar, read_pair
 from specjax.config import SpeculativeConfig
 
 pytestmark = pytest.mark.lenient
@@ -185,10 +184,10 @@ def test_prompts_that_begin_as_the_tokenizer_would_begin_them_give_one_warning(
     (tmp_path / "in").write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
     files = {"input": str(tmp_path / "in"), "output": str(tmp_path / "out")}
     options = argparse.Namespace(chat=False, json_schema=None, **files)
-    pair = types.SimpleNamespace(tokenizer=None)
+    pair = types.SimpleNamespace(tokenizer=None, draft=None)
     terminal = types.SimpleNamespace(print_warning=warned.append)
     with contextlib.ExitStack() as stack:
-        job = run_batch.read_batch(options, pair, None, terminal, stack)
+        job = run_batch.read_batch(options, None, pair, terminal, stack)
     assert [line.token_ids for line in job.lines] == [[1], [1]]
     assert warned == [f"{tmp_path / 'in'}, 2 of its lines: a begins"]
 
@@ -390,7 +389,7 @@ def test_a_file_of_conversations_goes_on_on_another_day_with_the_date_of_the_fir
         options, config = parse_options(["generate", "--target", str(tmp_path), *files])
         pair = read_pair(options)
         with contextlib.ExitStack() as exit_stack:
-            job = run_batch.read_batch(options, pair, config, None, exit_stack)
+            job = run_batch.read_batch(options, config, pair, None, exit_stack)
             texts.append(pair.tokenizer.decode(job.lines[-1].token_ids))
             if not job.output.done:
                 job.output.append(run_batch._output_of(job, job.lines[0], request))

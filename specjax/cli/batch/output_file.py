@@ -12,7 +12,6 @@ import json
 import os
 import pathlib
 import sys
-from types import TracebackType
 from typing import Any
 
 from specjax.file_io import JsonObject, read_stream
@@ -27,7 +26,7 @@ _MAX_BYTES = 2**34
 _BEGINNING = b'{"line": '
 
 
-class OutputFile:
+class OutputFile(contextlib.AbstractContextManager["OutputFile"]):
     r"""Lines of JSON with the numbers of their input lines, in the order in which requests end.
 
     Args:
@@ -149,15 +148,7 @@ class OutputFile:
         if self._file is not None:
             self._file.close()
 
-    def __enter__(self) -> "OutputFile":
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

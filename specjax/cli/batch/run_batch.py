@@ -19,12 +19,12 @@ from specjax.cli.arguments import SAMPLING_OPTIONS
 from specjax.cli.batch.output_file import OutputFile
 from specjax.cli.batch.read_lines import PromptLine, read_lines
 from specjax.cli.json_report import is_exact_rule, list_logprobs
-from specjax.cli.json_schema import read_grammar
 from specjax.cli.model_pair import (
     ModelPair,
     describe_configs,
     encode_text,
     load_pair,
+    read_grammar,
     with_trained_k,
 )
 from specjax.config import SpeculativeConfig
@@ -226,13 +226,11 @@ def _value(job: BatchJob, line: PromptLine, name: str) -> Any:
 
 def _make_engine(job: BatchJob) -> Engine:
     """Returns an engine with the fields that any line sets, and room for the longest text."""
-    used = {name for line in job.lines for name in line.values if name in SAMPLING_OPTIONS}
-    used |= {name for name in SAMPLING_OPTIONS if getattr(job.options, name) is not None}
+    given = {name: getattr(job.options, name) for name in SAMPLING_OPTIONS}
+    used = {name for name, value in given.items() if value is not None}
+    used |= {name for line in job.lines for name in line.values if name in given}
     off = {"top_p": 1.0, "repetition_penalty": 1.0}
-    defaults = {name: off.get(name, 0) for name in used}
-    defaults |= {
-        name: getattr(job.options, name) for name in used if getattr(job.options, name) is not None
-    }
+    defaults = {x: off.get(x, 0) if given[x] is None else given[x] for x in used}
     most = job.pair.target_config.max_position_embeddings
     lengths = [len(line.token_ids) + _value(job, line, "max_new_tokens") for line in job.lines]
     longest = max((length for length in lengths if length <= most), default=_LENGTH_STEP)

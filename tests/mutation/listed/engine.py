@@ -417,17 +417,15 @@ MUTATIONS = (
     ),
     Mutation(
         "specjax.cli.generate.stream_text",
-        """        if text.stopped:
-            break
-""",
-        "",
+        "if text.stopped or finish[0]:",
+        "if finish[0]:",
         commands(_COMMAND),
         "the command decodes on after a stop string",
     ),
     Mutation(
         "specjax.cli.generate.stream_text",
         "result = _result_of(job, state, num_shown, text.stopped)",
-        "result = _result_of(job, state, length, text.stopped)",
+        "result = _result_of(job, state, int(lengths[0]), text.stopped)",
         commands(_COMMAND),
         "tokens after the one that completed a stop string are listed",
     ),
