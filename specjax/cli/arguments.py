@@ -120,7 +120,7 @@ _SWEEP_OPTIONS = {
     "batch_size": Option(int, "B", "requests per step of the timed runs", (1, 4096), 1),
     "context": Option(int, "N", "tokens in the cache before the timed steps", (1, math.inf), 256),
     "steps": Option(int, "N", "decode steps per timed run", (1, math.inf), 16),
-    "rounds": Option(int, "N", "timed runs for each K and acceptance length", (2, math.inf), 5),
+    "rounds": Option(int, "N", "timed runs for each K", (2, math.inf), 5),
     "out": Option(
         *(str, "FILE"),
         "plot tokens per second against acceptance length into a .png, .svg or .pdf file",

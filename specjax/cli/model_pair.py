@@ -195,8 +195,17 @@ def encode_text(tokenizer: Any, text: str, *, chat: bool) -> tuple[list[int], st
       tokenizer: of the target.
       text: the prompt.
       chat: whether a chat template made it, which writes all special tokens itself.
+
+    Raises:
+      ValueError: if the tokenizer fails.
     """
-    encoding = tokenizer.encode(text, add_special_tokens=not chat)
+    try:
+        encoding = tokenizer.encode(text, add_special_tokens=not chat)
+    except BaseException as error:  # The library raises a bare Exception, or panics.
+        if isinstance(error, PROGRAM_EXITS):
+            raise
+        reason = shorten(error)
+        raise ValueError(f"the target's tokenizer cannot read the prompt ({reason}).") from None
     ids: list[int] = encoding.ids
     # The mask is 0 for a special token in the text itself.
     num_added = next((i for i, added in enumerate(encoding.special_tokens_mask) if not added), 0)
@@ -215,23 +224,18 @@ def encode_prompt(
     """Returns the tokens of a prompt, and a warning of `encode_text` or None.
 
     Args:
-      pair: gives the tokenizer and the longest sequence.
+      pair: gives the chat template, the tokenizer and the longest sequence.
       text: the prompt.
-      chat: whether a chat template made it.
+      chat: whether it is a user's message.
       num_new_tokens: tokens that must fit after it.
       option: names `num_new_tokens` in an error.
 
     Raises:
       ValueError: if the prompt is empty, too long, or not in the target's vocabulary.
     """
-    try:
-        ids, warning = encode_text(pair.tokenizer, text, chat=chat)
-    except BaseException as error:  # The library raises a bare Exception, or panics.
-        if isinstance(error, PROGRAM_EXITS):
-            raise
-        raise ValueError(
-            f"the target's tokenizer cannot read the prompt ({shorten(error)})."
-        ) from None
+    if chat:
+        text = models.chat_prompt(pair.folder, [{"role": "user", "content": text}])
+    ids, warning = encode_text(pair.tokenizer, text, chat=chat)
     max_length = pair.target_config.max_position_embeddings
     if not ids:
         raise ValueError("the prompt has no tokens; give a longer one.")

@@ -768,7 +768,10 @@ def test_a_tokenizer_that_panics_is_a_sentence_and_leaves_the_other_lines_alone(
     command = ["generate", "--input", str(lines), "--output", str(output), "--skip-malformed"]
     command += ["--num-slots", "1", "--max-new-tokens", "2", "--target", str(folder)]
     assert main([*command, "--draft", "none"]) == 0
-    assert "1 left out. line 1: the target's tokenizer cannot read it" in capfd.readouterr().err
+    assert (
+        "1 left out. line 1: the target's tokenizer cannot read the prompt"
+        in capfd.readouterr().err
+    )
     assert [json.loads(line)["line"] for line in output.read_text().splitlines()] == [2]
 
 

@@ -32,8 +32,8 @@ from specjax.decode.drafters import Drafter
 from specjax.decode.logprobs import TopLogprobs
 from specjax.decode.options import LoopOptions
 from specjax.engine.engine import Engine
-from specjax.engine.request import PROGRAM_EXITS, FinishReason, Request
-from specjax.file_io import read_file, shorten
+from specjax.engine.request import FinishReason, Request
+from specjax.file_io import read_file
 from specjax.processing.grammar import Grammar
 from specjax.processing.sampling_params import SamplingParams
 from specjax.types import Model
@@ -124,12 +124,7 @@ def read_batch(
             alone = [{"role": "user", "content": prompt}]
             messages = alone if isinstance(prompt, str) else prompt
             prompt = models.chat_prompt(pair.folder, messages, strftime_now=clock.strftime)
-        try:
-            ids, warning = encode_text(pair.tokenizer, prompt, chat=is_chat)
-        except BaseException as error:  # The library raises a bare Exception, or panics.
-            if isinstance(error, PROGRAM_EXITS):
-                raise
-            raise ValueError(f"the target's tokenizer cannot read it ({shorten(error)}).") from None
+        ids, warning = encode_text(pair.tokenizer, prompt, chat=is_chat)
         warnings.extend([warning] if warning else [])
         return ids
 

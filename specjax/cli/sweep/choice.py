@@ -23,11 +23,8 @@ __all__ = [
     "Best",
     "choose_best",
     "standard_errors",
-    "synthetic_lengths",
 ]
 
-# Maximum number of acceptance lengths at which a K is timed.
-_MAX_LENGTHS = 4
 # Acceptance of neighbouring steps is correlated, so batches are few and long. With the embedded
 # models and 10 to 170 steps, the 95 % interval from 5 batches covered the truth in 90 - 97 % of
 # runs. From 20 batches it did in 78 - 95 %.
@@ -179,13 +176,3 @@ def choose_best(
         errors.tolist(),
         [K for K in range(len(rates)) if best != K and upper_rates[K] >= slow_rates[best]],
     )
-
-
-def synthetic_lengths(K: int) -> list[float]:
-    """Returns the acceptance lengths at which a K is timed, from 1 to K + 1.
-
-    Example:
-      >>> synthetic_lengths(0), synthetic_lengths(2), synthetic_lengths(6)
-      ([1.0], [1.0, 2.0, 3.0], [1.0, 3.0, 5.0, 7.0])
-    """
-    return [float(length) for length in np.linspace(1, K + 1, min(K + 1, _MAX_LENGTHS))]

@@ -4,9 +4,9 @@
     step_costs[k] = seconds of a step that drafts k tokens / seconds of one that drafts none
 
 Seconds per step depend on K and the machine, hardly on acceptance. They are measured for
-K = 0, 1, ... drafted tokens under synthetic acceptance, from no accepted drafted token to all, a
-program for each K. One program of adaptive K runs the steps of all k for the costs: it holds the
-target's layers for one row and for K + 1.
+K = 0, 1, ... drafted tokens under synthetic acceptance, a program for each K. One program of
+adaptive K runs the steps of all k for the costs: it holds the target's layers for one row and for
+K + 1.
 
 Tokens per step depend on the pair, hardly on the machine. For them the prompts are decoded once,
 at the largest K.
@@ -16,14 +16,14 @@ import argparse
 import functools
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax.cli.sweep.choice import Acceptance, synthetic_lengths
+from specjax.cli.sweep.choice import Acceptance
 from specjax.config import SpeculativeConfig
 from specjax.decode.commit import Finish
 from specjax.decode.drafters import Drafter
@@ -31,11 +31,9 @@ from specjax.decode.init_and_step import init, step
 from specjax.decode.prefill import run_prefill
 from specjax.decode.request_batch import RequestArguments, check_arguments
 from specjax.decode.state import DecodeState
-from specjax.theory.acceptance_rates import expected_acceptance_length, rates_for_length
 from specjax.types import Model
 
 __all__ = [
-    "MeasuredPoint",
     "StepTimes",
     "Workload",
     "buffer_tokens",
@@ -70,31 +68,16 @@ class Workload(NamedTuple):
         return jax.random.fold_in(jax.random.key(self.options.seed, impl="threefry2x32"), number)
 
 
-class MeasuredPoint(NamedTuple):
-    """Timed runs of one K at one synthetic acceptance length.
+class StepTimes(NamedTuple):
+    """Times of one kind of step.
 
     Attributes:
-      expected_length: mean tokens per step under the synthetic rates, by the closed form.
+      compile_seconds: of its program.
       step_seconds: for each round, seconds per step.
-      step_tokens: for each round, tokens that a step emitted, of all requests.
     """
 
-    expected_length: float
-    step_seconds: list[float]
-    step_tokens: list[float]
-
-
-class StepTimes(NamedTuple):
-    """Compile time and timed runs of one K, at each synthetic acceptance length."""
-
-    K: int
     compile_seconds: float
-    points: list[MeasuredPoint]
-
-    @property
-    def step_seconds(self) -> list[float]:
-        """Seconds per step of every run at every acceptance length."""
-        return [seconds for point in self.points for seconds in point.step_seconds]
+    step_seconds: list[float]
 
 
 def buffer_tokens(options: argparse.Namespace) -> int:
@@ -206,29 +189,38 @@ def _start_batch(
     return run_prefill(workload.target, drafter, requests, options=static)
 
 
-def _time_run(
+def _time_kinds(
     workload: Workload,
-    drafter: Drafter | None,
-    state: DecodeState,
-    config: SpeculativeConfig,
-    k: jax.Array | None = None,
-) -> tuple[float, float]:
-    """Returns the seconds per step of one timed run, and the tokens that a step emitted."""
-    num_steps = workload.options.steps
-    jax.block_until_ready(state)
-    start = time.perf_counter()
-    operands = (workload.target, drafter, state, np.int32(num_steps), k)
-    state = jax.block_until_ready(_run_steps(*operands, config=config))
-    seconds = time.perf_counter() - start
-    _all_ended(state)
-    return seconds / num_steps, int(state.metrics.num_emitted.sum()) / num_steps
+    kinds: Mapping[str, tuple[Drafter | None, SpeculativeConfig, jax.Array | None]],
+    on_stage: Callable[[str], None],
+) -> list[StepTimes]:
+    """Times steps of several kinds in alternation, so that other load affects all of them.
+
+    The first round compiles and is not counted. One state is held at a time.
+    """
+    start_seconds: dict[str, list[float]] = {name: [] for name in kinds}
+    step_seconds: dict[str, list[float]] = {name: [] for name in kinds}
+    num_steps, rounds = workload.options.steps, workload.options.rounds
+    for number in range(rounds + 1):
+        for name, (drafter, config, k) in kinds.items():
+            on_stage(f"timing {name}, round {number} of {rounds}")
+            run = functools.partial(_run_steps, workload.target, drafter, k=k, config=config)
+            start = time.perf_counter()
+            state = _start_batch(workload, drafter, config, number)
+            state = jax.block_until_ready(run(state, np.int32(1)))
+            start_seconds[name].append(time.perf_counter() - start)
+            start = time.perf_counter()
+            state = jax.block_until_ready(run(state, np.int32(num_steps)))
+            step_seconds[name].append((time.perf_counter() - start) / num_steps)
+            _all_ended(state)
+    return [
+        StepTimes(max(0.0, first - statistics.median(later)), step_seconds[name][1:])
+        for name, (first, *later) in start_seconds.items()
+    ]
 
 
 def measure_steps(workload: Workload, on_stage: Callable[[str], None]) -> list[StepTimes]:
     """Times the decode loop for K = 0 ... `max_speculative_tokens`.
-
-    The Ks are timed in alternation, so that other load on the machine affects all of them. The
-    first round compiles them and is not counted. One state is held at a time.
 
     Args:
       workload: the pair and the sizes.
@@ -240,70 +232,39 @@ def measure_steps(workload: Workload, on_stage: Callable[[str], None]) -> list[S
     Raises:
       FloatingPointError: if the target's logits turn invalid.
     """
-    options = workload.options
-    start_seconds: list[list[float]] = [[] for _ in range(options.max_speculative_tokens + 1)]
-    runs: dict[tuple[int, float], list[tuple[float, float]]] = {}
-    for number in range(options.rounds + 1):
-        for K, starts in enumerate(start_seconds):
-            on_stage(f"timing K = {K}, round {number} of {options.rounds}")
-            drafter = workload.drafter if K else None
-            # The rates in use are data of the state: one program serves every acceptance length.
-            config = SpeculativeConfig(
-                num_speculative_tokens=max(K, 1),
-                rejection_sample_method="synthetic",
-                draft_sample_method=options.draft_sample_method,
-                synthetic_acceptance_length=1.0,
-            )
-            start = time.perf_counter()
-            state = _start_batch(workload, drafter, config, number)
-            operands = (workload.target, drafter, state, np.int32(1), None)
-            state = jax.block_until_ready(_run_steps(*operands, config=config))
-            starts.append(time.perf_counter() - start)
-            for length in synthetic_lengths(K):
-                if K:
-                    rates = rates_for_length(length, K)
-                    settings = state.settings._replace(conditional_rates=rates)
-                    state = state._replace(settings=settings)
-                run = _time_run(workload, drafter, state, config)
-                runs.setdefault((K, length), []).append(run)
 
-    def point(K: int, length: float) -> MeasuredPoint:
-        expected = float(expected_acceptance_length(rates_for_length(length, K))) if K else 1.0
-        seconds, tokens = zip(*runs[K, length][1:], strict=True)
-        return MeasuredPoint(expected, list(seconds), list(tokens))
-
-    return [
-        StepTimes(
-            K,
-            max(0.0, first - statistics.median(later)),
-            [point(K, length) for length in synthetic_lengths(K)],
+    def config(K: int) -> SpeculativeConfig:
+        return SpeculativeConfig(
+            num_speculative_tokens=max(K, 1),
+            rejection_sample_method="synthetic",
+            draft_sample_method=workload.options.draft_sample_method,
+            synthetic_acceptance_rate=0.5,
         )
-        for K, (first, *later) in enumerate(start_seconds)
-    ]
+
+    largest = range(workload.options.max_speculative_tokens + 1)
+    kinds = {f"K = {K}": (workload.drafter if K else None, config(K), None) for K in largest}
+    return _time_kinds(workload, kinds, on_stage)
 
 
 def measure_step_costs(workload: Workload, on_stage: Callable[[str], None]) -> list[float]:
-    """Times steps of every k from 0 to the largest, in alternation.
+    """Times steps of adaptive K that draft 0, 1, ..., `max_speculative_tokens` tokens.
 
     Args:
       workload: the pair and the sizes.
-      on_stage: called before each round with a sentence about it.
+      on_stage: called before each timing with a sentence about it.
 
     Returns:
       The costs of k = 0, 1, ...; the first is 1.
     """
-    options, most = workload.options, workload.options.max_speculative_tokens
+    most = workload.options.max_speculative_tokens
     config = SpeculativeConfig(
         "auto",
-        draft_sample_method=options.draft_sample_method,
+        draft_sample_method=workload.options.draft_sample_method,
         step_costs=(1.0,) * (most + 1),
     )
-    seconds: list[list[float]] = [[] for _ in range(most + 1)]
-    for number in range(options.rounds + 1):
-        on_stage(f'timing K = "auto", round {number} of {options.rounds}')
-        state = _start_batch(workload, workload.drafter, config, number)
-        for k, runs in enumerate(seconds):
-            runs.append(_time_run(workload, workload.drafter, state, config, jnp.int32(k))[0])
-    # The first round compiles.
-    medians = [statistics.median(runs[1:]) for runs in seconds]
+    kinds = {
+        f'k = {k} of K = "auto"': (workload.drafter, config, jnp.int32(k)) for k in range(most + 1)
+    }
+    times = _time_kinds(workload, kinds, on_stage)
+    medians = [statistics.median(one.step_seconds) for one in times]
     return [round(median / medians[0], 4) for median in medians]

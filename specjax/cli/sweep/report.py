@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from specjax.cli.sweep.choice import Acceptance, Best, standard_errors
-from specjax.cli.sweep.measure import MeasuredPoint, StepTimes, Workload
+from specjax.cli.sweep.measure import StepTimes, Workload
 from specjax.file_io import JsonObject, replace_file
 
 __all__ = ["conclusion", "conditions", "report_tables", "to_json", "write_plot"]
@@ -32,14 +32,6 @@ _CERTAINTY_COLUMNS = (
     ("tokens/s below best", "{gap}"),
     ("± std. error", "{gap_error}"),
     ("differs", "{differs}"),
-)
-_SYNTHETIC_COLUMNS = (
-    ("K", "{K}"),
-    ("expected", "{asked_length:.2f}"),
-    ("tokens/step", "{length:.2f}"),
-    ("tokens/s", "{tokens_per_second[median]:.1f}"),
-    ("quartiles", "{tokens_per_second[quartiles][0]:.1f} - {tokens_per_second[quartiles][1]:.1f}"),
-    ("closed form", "{closed_form:.1f}"),
 )
 
 
@@ -75,7 +67,6 @@ def to_json(
     rows = []
     for K, one in enumerate(times):
         step = _quartiles([1e3 * seconds for seconds in one.step_seconds])
-        synthetic = [_point_json(point, options.batch_size, step["median"]) for point in one.points]
         rows.append(
             {
                 "K": K,
@@ -83,7 +74,6 @@ def to_json(
                 "step_ms": step,
                 "break_even_length": step["median"] / 1e3 / np.median(times[0].step_seconds),
                 **{name: values[K] for name, values in columns.items()},
-                "synthetic": synthetic,
             }
         )
     given = ("max_speculative_tokens", "batch_size", "context", "temperature")
@@ -101,17 +91,6 @@ def to_json(
         },
         "sweep": rows,
         "best": {"K": best.K, "gain": best.gains[best.K], "not_told_apart": best.indistinguishable},
-    }
-
-
-def _point_json(point: MeasuredPoint, batch_size: int, step_ms: float) -> JsonObject:
-    runs = list(zip(point.step_tokens, point.step_seconds, strict=True))
-    return {
-        "asked_length": point.expected_length,
-        "length": float(np.mean(point.step_tokens)) / batch_size,
-        "step_ms": _quartiles([1e3 * seconds for seconds in point.step_seconds]),
-        "tokens_per_second": _quartiles([tokens / seconds for tokens, seconds in runs]),
-        "closed_form": 1e3 * batch_size * point.expected_length / step_ms,
     }
 
 
@@ -194,7 +173,7 @@ def _count_noun(count: int, noun: str) -> str:
 
 
 def report_tables(report: JsonObject) -> list[tuple[str, Table]]:
-    """Returns titled tables: speed of each K, its certainty, speed at synthetic acceptance."""
+    """Returns titled tables: the speed of each K, and its certainty."""
     rows, best, rates = report["sweep"], report["best"], report["acceptance"]["rates"]
     certainty = []
     for row, accepted in zip(rows, ["", *(f"{rate:.2f}" for rate in rates)], strict=True):
@@ -203,11 +182,6 @@ def report_tables(report: JsonObject) -> list[tuple[str, Table]]:
         cells = ("", "", "best") if row["K"] == best["K"] else (gap, error, differs)
         names = ("gap", "gap_error", "differs")
         certainty.append(row | {"accepted": accepted} | dict(zip(names, cells, strict=True)))
-    points = [
-        point | {"K": "" if position else row["K"]}
-        for row in rows
-        for position, point in enumerate(row["synthetic"])
-    ]
     return [
         (
             "at the pair's acceptance; break-even: tokens per step from which on a K is faster "
@@ -219,16 +193,10 @@ def report_tables(report: JsonObject) -> list[tuple[str, Table]]:
             "steps that accepted the first K drafted tokens",
             _make_table(_CERTAINTY_COLUMNS, certainty, best["K"]),
         ),
-        (
-            "at synthetic acceptance; closed form: expected tokens / median step time",
-            _make_table(_SYNTHETIC_COLUMNS, points, None),
-        ),
     ]
 
 
-def _make_table(
-    columns: tuple[tuple[str, str], ...], rows: list[JsonObject], best: int | None
-) -> Table:
+def _make_table(columns: tuple[tuple[str, str], ...], rows: list[JsonObject], best: int) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     for heading, _ in columns:
         table.add_column(heading, justify="right", no_wrap=True)
@@ -248,7 +216,7 @@ def conditions(report: JsonObject) -> str:
 
 
 def write_plot(report: JsonObject, path: pathlib.Path) -> None:
-    """Plots tokens per second against acceptance length: per K a line and measured points.
+    """Plots tokens per second against acceptance length: a line for each K, and the pair's points.
 
     Args:
       report: from `to_json`.
@@ -267,16 +235,12 @@ def write_plot(report: JsonObject, path: pathlib.Path) -> None:
     axes = figure.add_subplot()
     colours = map(colormaps["viridis"], np.linspace(0, 0.9, len(report["sweep"])))
     for row, colour in zip(report["sweep"], colours, strict=True):
-        points = row["synthetic"]
-        lengths = np.array([point["length"] for point in points])
-        rates = np.array([point["tokens_per_second"]["median"] for point in points])
-        quartiles = np.array([point["tokens_per_second"]["quartiles"] for point in points]).T
-        line = np.array([1.0, row["K"] + 1.0]) if row["K"] else lengths
-        closed = 1e3 * report["batch_size"] * line / row["step_ms"]["median"]
-        axes.plot(line, closed, "-", color=colour, label=f"K = {row['K']}", lw=1.3)
-        bars = np.abs(quartiles - rates)
-        axes.errorbar(lengths, rates, bars, fmt="o", ms=4, color=colour, capsize=2)
+        lengths = np.array([1.0, row["K"] + 1.0])
+        rates = 1e3 * report["batch_size"] * lengths / row["step_ms"]["median"]
+        axes.plot(lengths, rates, "o-", ms=3, color=colour, label=f"K = {row['K']}", lw=1.3)
         own_point = (row["acceptance_length"], row["tokens_per_second"])
+        bars = np.abs(np.array([row["quartiles"]]).T - own_point[1])
+        axes.errorbar(*own_point, bars, color=colour, capsize=2)
         size = 17 if row["K"] == report["best"]["K"] else 9
         axes.plot(*own_point, "*", ms=size, color=colour, mec="black", mew=0.8, zorder=5)
     axes.axhline(report["sweep"][0]["tokens_per_second"], color="0.6", lw=0.8, ls="--", zorder=0)
@@ -288,9 +252,7 @@ def write_plot(report: JsonObject, path: pathlib.Path) -> None:
     pair = report["pair"].replace("$", r"\$")
     axes.set_title(f"{pair}\n{conditions(report)}\n{best_line}", fontsize=9)
     axes.grid(alpha=0.3)
-    # Empty lines: the legend explains the marks once, in grey.
-    axes.plot([], [], "-", color="0.4", label="closed form")
-    axes.plot([], [], "o", color="0.4", ms=4, label="measured, quartiles")
+    # An empty line: the legend explains the mark once, in grey.
     axes.plot([], [], "*", color="0.8", mec="black", ms=11, label="at the pair's acceptance")
     figure.legend(loc="outside right center", fontsize=8)
     image = io.BytesIO()

@@ -10,7 +10,6 @@ from typing import Any
 
 import jax
 
-from specjax import models
 from specjax.cli.model_pair import ModelPair, check_k, encode_prompt, load_pair
 from specjax.cli.sweep.choice import choose_best, standard_errors
 from specjax.cli.sweep.measure import (
@@ -56,9 +55,6 @@ def read_workload(
             f"--max-speculative-tokens {max_drafts} need {num_new_tokens} tokens after it; "
             f"together they may be at most {max_length}, the target's longest sequence."
         )
-    if options.chat:
-        chats = [[{"role": "user", "content": text}] for text in texts]
-        texts = [models.chat_prompt(pair.folder, messages) for messages in chats]
     # The last step may emit K + 1 tokens beyond --max-new-tokens.
     room: Any = {"num_new_tokens": options.max_new_tokens + max_drafts + 1}
     room |= {"option": "--max-new-tokens + K + 1", "chat": options.chat}
@@ -87,7 +83,7 @@ def run_sweep(workload: Workload, terminal: Any, argv: list[str] | None) -> None
     options, max_drafts = workload.options, workload.options.max_speculative_tokens
     report = _provenance(workload.name, sys.argv[1:] if argv is None else argv)
     # Rounds of each K and of adaptive K, the first of which compile; prompts at up to two Ks.
-    num_stages = (options.rounds + 1) * (max_drafts + 2) + 2 * len(workload.prompts)
+    num_stages = (options.rounds + 1) * 2 * (max_drafts + 1) + 2 * len(workload.prompts)
     with terminal.progress_bar(num_stages) as on_stage:
         acceptance = measure_acceptance(workload, max_drafts, on_stage)
         if not acceptance.step_counts:
