@@ -4,17 +4,17 @@ Open `command` first: it parses the arguments and runs one of the two.
 
 | module | what it holds |
 |---|---|
+| `option_table` | options as tables: how each is parsed, its limits, its help text |
 | `arguments`, `speculation_arguments` | the options and their checks |
 | `prompts` | prompts from arguments, files and standard input |
-| `model_pair` | loads the target and the draft |
-| `json_schema` | the grammar of a file with a JSON schema |
-| `generate`, `token_text` | decodes one prompt, times it, makes text of tokens |
+| `model_pair` | loads the target and the draft, encodes prompts, makes the grammar of a schema |
+| `run_generate`, `generate` | reads one prompt's job; decodes and times it |
 | `stream_programs`, `program_store` | what `generate` runs; what the next one reads |
 | `batch` | decodes a file of prompts through the engine |
 | `sweep` | measures every number of drafted tokens, K = 0, 1, ..., and chooses the best |
 | `json_report` | the object of `--json`, and whether a text is exact |
 | `terminal`, `streams` | output on a terminal; standard streams, errors and exit codes |
-| `mesh_arguments`, `processes` | models over the devices of one process, or of several |
+| `processes` | models over the devices of one process, or of several |
 
 No other package imports this one.
 """

@@ -86,8 +86,9 @@ class GenerateJob(NamedTuple):
 
 
 class GenerateResult(NamedTuple):
-    """Generated tokens, why decoding ended, metrics, and `top_logprobs` [N, ...] or None."""
+    """Generated text and tokens, why decoding ended, metrics, and listed log-probabilities."""
 
+    text: str
     token_ids: list[int]
     finish: str
     metrics: Metrics
@@ -150,15 +151,17 @@ def _describe(argument: Any) -> str:
     return str(jax.typeof(argument)) if hasattr(argument, "dtype") else repr(argument)
 
 
-def _result_of(job: GenerateJob, state: DecodeState, length: int, stopped: bool) -> GenerateResult:
-    """Returns the result of the first `length` tokens of a state's text."""
+def _result_of(
+    job: GenerateJob, state: DecodeState, length: int, text: StoppedText
+) -> GenerateResult:
+    """Returns the result of the first `length` tokens of a state."""
     ids, finish, metrics, top = jax.device_get(
         (state.token_ids, state.finish, state.metrics, state.top_logprobs)
     )
     index = slice(len(job.prompt_ids), length)
     top = jax.tree.map(lambda values: values[0, index], top)
-    name = FinishReason.STOP_STRING if stopped else _FINISH_NAMES[int(finish[0])]
-    return GenerateResult(ids[0, index].tolist(), name, metrics, top)
+    name = FinishReason.STOP_STRING if text.stopped else _FINISH_NAMES[int(finish[0])]
+    return GenerateResult(text.text, ids[0, index].tolist(), name, metrics, top)
 
 
 def _ignore(*_: Any) -> None:
@@ -214,7 +217,7 @@ def stream_text(
         step_seconds += time.perf_counter() - programs.seconds_waited - start
     show(text.flush(), origin)
     rate = (num_shown - first_length) / step_seconds if step_seconds else None
-    result = _result_of(job, state, num_shown, text.stopped)
+    result = _result_of(job, state, num_shown, text)
     return result, Timings(programs.seconds_waited, step_seconds, rate)
 
 

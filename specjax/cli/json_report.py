@@ -11,7 +11,6 @@ from specjax.config import SpeculativeConfig
 from specjax.core.temperature import MIN_TEMPERATURE
 from specjax.decode.drafters import Drafter
 from specjax.decode.logprobs import TopLogprobs
-from specjax.engine.stop_strings import StoppedText
 
 __all__ = ["is_exact", "is_exact_rule", "json_report", "list_logprobs", "metrics_json"]
 
@@ -55,13 +54,9 @@ def metrics_json(result: GenerateResult) -> dict[str, Any]:
 
 def json_report(job: GenerateJob, result: GenerateResult, timings: Timings) -> dict[str, Any]:
     """Returns the object that `--json` prints."""
-    text = StoppedText(job.pair.tokenizer, job.prompt_ids, job.options.stop)
-    for token in result.token_ids:
-        text.feed(token)
-    text.flush()
     ids, top = result.token_ids, result.top_logprobs
     return {
-        "text": text.text,
+        "text": result.text,
         "token_ids": ids,
         "finish": result.finish,
         "logprobs": None if top is None else list_logprobs(job.pair.tokenizer, ids, top),

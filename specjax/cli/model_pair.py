@@ -224,17 +224,15 @@ def encode_prompt(
     """Returns the tokens of a prompt, and a warning of `encode_text` or None.
 
     Args:
-      pair: gives the chat template, the tokenizer and the longest sequence.
+      pair: gives the tokenizer and the longest sequence.
       text: the prompt.
-      chat: whether it is a user's message.
+      chat: whether a chat template made it.
       num_new_tokens: tokens that must fit after it.
       option: names `num_new_tokens` in an error.
 
     Raises:
       ValueError: if the prompt is empty, too long, or not in the target's vocabulary.
     """
-    if chat:
-        text = models.chat_prompt(pair.folder, [{"role": "user", "content": text}])
     ids, warning = encode_text(pair.tokenizer, text, chat=chat)
     max_length = pair.target_config.max_position_embeddings
     if not ids:

@@ -6,6 +6,7 @@ import pathlib
 from concurrent import futures
 from typing import Any
 
+from specjax import models
 from specjax.cli.arguments import parse_sampling_options
 from specjax.cli.generate import GenerateJob, begin_programs, compare_with_plain, stream_text
 from specjax.cli.json_report import json_report
@@ -38,6 +39,8 @@ def check_job(
     Raises:
       ValueError: for a prompt, a grammar or a K that the pair cannot take.
     """
+    if options.chat:
+        text = models.chat_prompt(pair.folder, [{"role": "user", "content": text}])
     room: Any = {"num_new_tokens": options.max_new_tokens, "option": "--max-new-tokens"}
     ids, warning = encode_prompt(pair, text, chat=options.chat, **room)
     terminal.print_warning(warning)

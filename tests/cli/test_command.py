@@ -388,7 +388,7 @@ def test_tokens_are_listed_by_what_stands_in_them(monkeypatch):
     )
     counts = [jnp.array([n], jnp.int32) for n in (1, 1, [0], [0])]
     job = job_of(tokenizer=Tokenizer())
-    run = GenerateResult([2, 1], "length", Metrics(*counts), top)
+    run = GenerateResult("", [2, 1], "length", Metrics(*counts), top)
     Terminal().print_summary(job, run, Timings(1.0, 0.01, 1.0))
     lines = [line.split() for line in terminal.getvalue().splitlines()]
     assert ['"', '\\n"', "-1.00", "2", '"[b]"', "-0.50"] in lines
@@ -417,7 +417,7 @@ def summary_text(monkeypatch, num_drafted, num_accepted, **options):
     timings = Timings(1.0, 0.01, 12345.6, 0.01, 11222.3, 1.1)
     Terminal().print_summary(
         job_of(drafter=ngram_drafter(), **options),
-        GenerateResult([1] * 999, "end_of_sequence", Metrics(*counts)),
+        GenerateResult("", [1] * 999, "end_of_sequence", Metrics(*counts)),
         timings,
     )
     return re.sub(r" *\n", "\n", re.sub(r"\x1b\[[0-9;]*m", "", terminal.getvalue()))
@@ -434,7 +434,7 @@ def test_a_rate_of_nothing_is_null():
     def rates(num_steps, num_drafted, num_accepted):
         counts = ([num_steps], [9], [num_drafted], [num_accepted])
         metrics = Metrics(*(np.array(count, np.int32) for count in counts))
-        numbers = metrics_json(GenerateResult([1], "length", metrics))
+        numbers = metrics_json(GenerateResult("", [1], "length", metrics))
         names = ("mean_acceptance_length", "draft_acceptance_rate", "acceptance_rates")
         return json.loads(json.dumps([numbers[name] for name in names], allow_nan=False))
 

@@ -1,5 +1,5 @@
 """`specjax generate --input FILE --output FILE`: a file of prompts through the engine.
 
-Open `run_batch` first. `arguments` has the options, and `read_lines` checks the lines of the input.
-`output_file` appends whole lines, and knows those of earlier runs.
+Open `run_batch` first. `read_lines` checks the lines of the input. `output_file` appends whole
+lines, and knows those of earlier runs.
 """

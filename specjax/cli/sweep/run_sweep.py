@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 
+from specjax import models
 from specjax.cli.model_pair import ModelPair, check_k, encode_prompt, load_pair
 from specjax.cli.sweep.choice import choose_best, standard_errors
 from specjax.cli.sweep.measure import (
@@ -55,6 +56,9 @@ def read_workload(
             f"--max-speculative-tokens {max_drafts} need {num_new_tokens} tokens after it; "
             f"together they may be at most {max_length}, the target's longest sequence."
         )
+    if options.chat:
+        chats = [[{"role": "user", "content": text}] for text in texts]
+        texts = [models.chat_prompt(pair.folder, messages) for messages in chats]
     # The last step may emit K + 1 tokens beyond --max-new-tokens.
     room: Any = {"num_new_tokens": options.max_new_tokens + max_drafts + 1}
     room |= {"option": "--max-new-tokens + K + 1", "chat": options.chat}

@@ -424,8 +424,8 @@ MUTATIONS = (
     ),
     Mutation(
         "specjax.cli.generate.stream_text",
-        "result = _result_of(job, state, num_shown, text.stopped)",
-        "result = _result_of(job, state, int(lengths[0]), text.stopped)",
+        "result = _result_of(job, state, num_shown, text)",
+        "result = _result_of(job, state, int(lengths[0]), text)",
         commands(_COMMAND),
         "tokens after the one that completed a stop string are listed",
     ),
