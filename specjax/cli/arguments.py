@@ -262,7 +262,8 @@ def parse_options(argv: list[str] | None) -> tuple[argparse.Namespace, Speculati
 
 def _list_given(options: argparse.Namespace, *names: str) -> list[str]:
     """Returns which of some options are given."""
-    return [option_name(name) for name in names if getattr(options, name) not in (None, False)]
+    values = {name: getattr(options, name) for name in names}
+    return [option_name(name) for name, x in values.items() if x is not None and x is not False]
 
 
 def _check_batch_options(options: argparse.Namespace) -> None:

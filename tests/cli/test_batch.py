@@ -437,6 +437,7 @@ RATE = ["--usual-acceptance-rate", "1"]
     [
         (["--input", "a"], "--input is given without --output"),
         (["--num-slots", "3", "text"], "--num-slots is given without --input"),
+        (["--num-slots", "0", "text"], "--num-slots is given without --input"),
         (["--skip-malformed", "text"], "--skip-malformed is given without --input"),
         ([*RATE, "text"], "-acceptance-rate is given without --input"),
         (["--input", "a", "--output", "b", "--draft", "none", *RATE], "-rate needs a draft"),
