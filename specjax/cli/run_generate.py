@@ -23,32 +23,7 @@ from specjax.cli.processes import check_same_inputs, collective_errors, is_rank_
 from specjax.config import SpeculativeConfig
 from specjax.processing.sampling_params import SamplingParams
 
-__all__ = ["check_job", "read_job", "run_job"]
-
-
-def check_job(
-    options: argparse.Namespace,
-    config: SpeculativeConfig,
-    pair: ModelPair,
-    text: str,
-    terminal: Any,
-    folder: pathlib.Path | None,
-) -> GenerateJob:
-    """Returns the job that the options describe, without its models.
-
-    Raises:
-      ValueError: for a prompt, a grammar or a K that the pair cannot take.
-    """
-    if options.chat:
-        text = models.chat_prompt(pair.folder, [{"role": "user", "content": text}])
-    room: Any = {"num_new_tokens": options.max_new_tokens, "option": "--max-new-tokens"}
-    ids, warning = encode_prompt(pair, text, chat=options.chat, **room)
-    terminal.print_warning(warning)
-    sampling, grammar = parse_sampling_options(options), read_grammar(options, pair)
-    if grammar is not None:
-        sampling = (sampling or SamplingParams())._replace(grammar=grammar)
-    config = with_trained_k(config, options, pair)
-    return GenerateJob(options, pair, config, text, ids, sampling, folder)
+__all__ = ["read_job", "run_job"]
 
 
 def read_job(
@@ -65,11 +40,21 @@ def read_job(
     is shown: a long load shows a progress bar.
 
     Raises:
-      ValueError: as `check_job`, and if processes were given different inputs.
+      ValueError: for a prompt, a grammar or a K that the pair cannot take, and for processes with
+        different inputs.
     """
     with collective_errors(options):
-        job = check_job(options, config, pair, text, terminal, folder)
-    inputs = {"config": job.config, "prompt_ids": job.prompt_ids, "sampling": job.sampling}
+        if options.chat:
+            text = models.chat_prompt(pair.folder, [{"role": "user", "content": text}])
+        room: Any = {"num_new_tokens": options.max_new_tokens, "option": "--max-new-tokens"}
+        ids, warning = encode_prompt(pair, text, chat=options.chat, **room)
+        terminal.print_warning(warning)
+        sampling, grammar = parse_sampling_options(options), read_grammar(options, pair)
+        if grammar is not None:
+            sampling = (sampling or SamplingParams())._replace(grammar=grammar)
+        config = with_trained_k(config, options, pair)
+    job = GenerateJob(options, pair, config, text, ids, sampling, folder)
+    inputs = {"config": config, "prompt_ids": ids, "sampling": sampling}
     inputs |= {"models": describe_configs(pair), "tokenizer": pair.tokenizer}
     check_same_inputs(options, inputs)
     with futures.ThreadPoolExecutor(1) as pool:

@@ -116,7 +116,7 @@ class StreamPrograms:
         self._kept = {} if path is None else read_programs(path)
         self._load("begin", "chunk", "first")
         if not self._programs:
-            self._begin_all(*_shapes_of((target, drafter)))
+            self._begin_all(target, drafter)
             if path is not None:
                 self._pool.submit(self._keep, path)
 
@@ -206,7 +206,3 @@ class StreamPrograms:
         if program is None:
             return _FUNCTIONS[name](*operands, **self._options[name])
         return program(*operands)
-
-
-def _shapes_of(tree: Any) -> Any:
-    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
