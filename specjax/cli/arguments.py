@@ -33,6 +33,7 @@ __all__ = [
 ]
 
 MAX_TEMPERATURE = float(np.finfo(np.float32).max)
+_PROMPT_OPTION = {"prompt_file": Option(str, "FILE", "read the prompt from FILE, at most 16 MiB")}
 _PAIR_OPTIONS = {
     "chat": flag("treat a prompt as a user's message and apply the target's chat template"),
     "target": Option(
@@ -78,12 +79,16 @@ SAMPLING_OPTIONS = {
         (-1e6, 1e6),
     ),
 }
-_LOGPROBS_OPTION = {
+_OUTPUT_OPTIONS = {
     "logprobs": Option(
         *(int, "N"),
         "list each token's log-probability and those of the N most probable tokens",
         (0, math.inf),
-    )
+    ),
+    "json_schema": Option(
+        *(str, "FILE"),
+        "texts are JSON that the schema in FILE accepts; --max-new-tokens may cut one off",
+    ),
 }
 _REPORT_OPTIONS = {
     "compare": flag(
@@ -164,13 +169,10 @@ def _make_parser() -> argparse.ArgumentParser:
     group.add_argument(
         "prompt", nargs="?", help="text to continue; without it, or with -, standard input is read"
     )
-    group.add_argument(
-        "--prompt-file", metavar="FILE", help="read the prompt from FILE, at most 16 MiB"
-    )
-    add_options(group, _PAIR_OPTIONS | MESH_OPTIONS | PROCESS_OPTIONS)
+    add_options(group, _PROMPT_OPTION | _PAIR_OPTIONS | MESH_OPTIONS | PROCESS_OPTIONS)
     add_options(generate.add_argument_group("a file of prompts"), _BATCH_OPTIONS)
     group = generate.add_argument_group("decoding")
-    add_options(group, _TEXT_OPTIONS | SAMPLING_OPTIONS | _LOGPROBS_OPTION)
+    add_options(group, _TEXT_OPTIONS | SAMPLING_OPTIONS | _OUTPUT_OPTIONS)
     group.add_argument(
         "--stop",
         action="append",
@@ -178,13 +180,13 @@ def _make_parser() -> argparse.ArgumentParser:
         metavar="TEXT",
         help="the text ends before the first TEXT in it; may be given several times",
     )
-    group.add_argument(
-        "--json-schema",
-        metavar="FILE",
-        help="texts are JSON that the schema in FILE accepts; --max-new-tokens may cut one off",
-    )
     add_options(generate.add_argument_group("speculation"), SPECULATION_OPTIONS)
     add_options(generate.add_argument_group("report"), _REPORT_OPTIONS)
+    _add_sweep(commands)
+    return parser
+
+
+def _add_sweep(commands: Any) -> None:
     sweep = commands.add_parser(
         "sweep",
         help="find the number of drafted tokens per step that is fastest for a pair",
@@ -210,7 +212,6 @@ def _make_parser() -> argparse.ArgumentParser:
     group = sweep.add_argument_group("decoding of the prompts")
     add_options(group, _TEXT_OPTIONS | {name: SPECULATION_OPTIONS[name]})
     add_options(sweep.add_argument_group("sweep"), _SWEEP_OPTIONS)
-    return parser
 
 
 def parse_sampling_options(options: argparse.Namespace) -> SamplingParams | None:
@@ -242,7 +243,7 @@ def parse_options(argv: list[str] | None) -> tuple[argparse.Namespace, Speculati
     check_mesh_options(options)
     if options.command == "sweep":
         return options, _parse_sweep_options(options)
-    check_limits(options, SAMPLING_OPTIONS | _LOGPROBS_OPTION)
+    check_limits(options, SAMPLING_OPTIONS | _OUTPUT_OPTIONS)
     options.stop = check_stop(options.stop, "--stop")
     if options.quiet and not options.json and (options.compare or options.logprobs is not None):
         asked = "--compare" if options.compare else "--logprobs"

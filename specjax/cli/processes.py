@@ -36,8 +36,8 @@ from specjax.cli.streams import end_with_error
 
 __all__ = [
     "HEARTBEAT_SECONDS",
-    "MESH_OPTIONS",
     "JOIN_SECONDS",
+    "MESH_OPTIONS",
     "PROCESS_OPTIONS",
     "check_mesh_options",
     "check_process_options",
