@@ -127,18 +127,16 @@ def _chunk_size(job: GenerateJob) -> int:
 
 def begin_programs(job: GenerateJob) -> StreamPrograms:
     """Returns the programs that stream a job's text; reads only the shapes of its weights."""
-    options = job.options
-    requests, static = check_arguments(
-        *job.models,
+    arguments = RequestArguments(
         [job.prompt_ids],
-        keys=job.key[None],
-        max_new_tokens=options.max_new_tokens,
-        temperature=np.float32(options.temperature),
-        eos_token_ids=np.array(job.pair.target_config.eos_token_ids, np.int32),
-        sampling=job.sampling,
-        config=job.config,
-        options=LoopOptions(prefill_chunk_size=_chunk_size(job), num_logprobs=options.logprobs),
+        job.key[None],
+        job.options.max_new_tokens,
+        np.float32(job.options.temperature),
+        np.array(job.pair.target_config.eos_token_ids, np.int32),
+        job.sampling,
     )
+    options = LoopOptions(prefill_chunk_size=_chunk_size(job), num_logprobs=job.options.logprobs)
+    requests, static = check_arguments(*job.models, arguments, job.config, options)
     path = None
     if job.folder is not None:
         types = jax.tree.map(_describe, (requests, static))

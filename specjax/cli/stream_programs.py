@@ -97,11 +97,8 @@ class StreamPrograms:
         self.seconds_waited = 0.0
         self.compiles_at_calls = target.placement is not None
         self._requests, self._chunk_size = requests, options.chunk_size
-        step = StepOptions(options.config, options.implementation)
-        begin = {"config": step.config, "implementation": step.implementation}
-        chunk = {"chunk_size": options.chunk_size, "implementation": step.implementation}
-        self._options: dict[str, dict[str, Any]] = {name: {"options": step} for name in _FUNCTIONS}
-        self._options |= {"begin": begin, "chunk": chunk}
+        self._options: dict[str, Any] = dict.fromkeys(_FUNCTIONS, options.step)
+        self._options["chunk"] = options
         # The prompt's row, which the first step commits.
         self._first_rows: Any = None
         # From the last commit: the next step begins with drafts from it.
@@ -116,7 +113,7 @@ class StreamPrograms:
         self._kept = {} if path is None else read_programs(path)
         self._load("begin", "chunk", "first")
         if not self._programs:
-            self._begin_all(target, drafter)
+            self._begin_all(Models(target, drafter))
             if path is not None:
                 self._pool.submit(self._keep, path)
 
@@ -125,22 +122,23 @@ class StreamPrograms:
         for name in self._kept.keys() & names:
             self._programs[name] = self._pool.submit(load_kept, *self._kept.pop(name))
 
-    def _begin_all(self, target: Model, drafter: Drafter | None) -> None:
+    def _begin_all(self, models: Models) -> None:
         """Begins to compile the programs, in the order in which a text needs them."""
+        drafter = models.drafter
         # A drafter without parameters looks tokens up.
         looks_up = drafter is not None and not jax.tree.leaves(drafter.params)
-        begun = self._begin("begin", target, drafter, self._requests, is_small=True)
-        read = self._begin("chunk", target, drafter, begun, np.int32(0))
+        begun = self._begin("begin", models, self._requests, is_small=True)
+        read = self._begin("chunk", models, begun, np.int32(0))
         state, hidden = self._begin("first", drafter, *read, is_small=True)
         if drafter is not None:
             state = self._begin("draft", drafter, state, hidden, is_small=looks_up)
-        rows = self._begin("rows", target, drafter, state)
+        rows = self._begin("rows", models, state)
         self._begin("commit", drafter, *rows, is_small=True)
 
     def _begin(self, name: str, *operands: Any, is_small: bool = False) -> Any:
         """Begins to compile a program; returns the shapes of its results."""
         # Traced and lowered by this thread, whose settings of JAX may be its own.
-        lowered = _FUNCTIONS[name].lower(*operands, **self._options[name])
+        lowered = _FUNCTIONS[name].lower(*operands, options=self._options[name])
         options = prefill_options() if name == "chunk" else None
         options = small_program_options() if is_small else options
         self._programs[name] = self._pool.submit(lowered.compile, options)
@@ -169,10 +167,11 @@ class StreamPrograms:
     def read_prompt(self, target: Model, drafter: Drafter | None) -> DecodeState:
         """Returns the state that has read the prompt; the first step takes its last row."""
         end = int(np.max(self._requests.lengths))
-        with explain_out_of_memory(target, drafter, *self._requests.token_ids.shape):
-            state = self._call("begin", target, drafter, self._requests)
+        models = Models(target, drafter)
+        with explain_out_of_memory(models, *self._requests.token_ids.shape):
+            state = self._call("begin", models, self._requests)
             for done in np.arange(0, end, self._chunk_size, dtype=np.int32):
-                state, rows = self._call("chunk", Models(target, drafter), state, done)
+                state, rows = self._call("chunk", models, state, done)
             self._first_rows, self._hidden = jax.block_until_ready(rows), None
             return state
 
@@ -182,11 +181,12 @@ class StreamPrograms:
         A step drafts first, so that a text need not wait for what follows its last token.
         """
         name, rows, self._first_rows = "first", self._first_rows, None
-        with explain_out_of_memory(target, drafter, *self._requests.token_ids.shape):
+        models = Models(target, drafter)
+        with explain_out_of_memory(models, *self._requests.token_ids.shape):
             if rows is None:
                 self._load(*_FUNCTIONS)
                 name, state = "commit", self.draft(drafter, state)
-                state, rows = self._call("rows", Models(target, drafter), state)
+                state, rows = self._call("rows", models, state)
             state, self._hidden = self._call(name, drafter, state, rows)
             return jax.block_until_ready(state)
 
@@ -204,5 +204,5 @@ class StreamPrograms:
             program = self._programs[name].result()
             self.seconds_waited += time.perf_counter() - start
         if program is None:
-            return _FUNCTIONS[name](*operands, **self._options[name])
+            return _FUNCTIONS[name](*operands, options=self._options[name])
         return program(*operands)

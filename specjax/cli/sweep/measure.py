@@ -26,7 +26,7 @@ import numpy as np
 from specjax.cli.sweep.choice import Acceptance
 from specjax.config import SpeculativeConfig
 from specjax.decode.commit import Finish
-from specjax.decode.drafters import Drafter
+from specjax.decode.drafters import Drafter, Models
 from specjax.decode.init_and_step import init, step
 from specjax.decode.prefill import run_prefill
 from specjax.decode.request_batch import RequestArguments, check_arguments
@@ -177,16 +177,14 @@ def _start_batch(
     text = np.concatenate([np.array(ids, np.int32) for ids in workload.prompts])
     # Requests start at different positions of the text, so that they differ.
     starts = range(0, -7 * options.batch_size, -7)
-    requests, static = check_arguments(
-        workload.target,
-        drafter,
+    arguments = RequestArguments(
         [np.resize(np.roll(text, start), options.context) for start in starts],
-        keys=workload.key(number),
-        config=config,
-        max_new_tokens=buffer_tokens(options),
-        temperature=np.float32(options.temperature),
+        workload.key(number),
+        buffer_tokens(options),
+        np.float32(options.temperature),
     )
-    return run_prefill(workload.target, drafter, requests, options=static)
+    requests, static = check_arguments(workload.target, drafter, arguments, config)
+    return run_prefill(Models(workload.target, drafter), requests, options=static)
 
 
 def _time_kinds(
