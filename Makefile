@@ -4,8 +4,9 @@ VENV ?= .venv
 # A file stays on one worker: its tests share compilations. conftest.py names the longest files.
 PYTEST_FLAGS ?= -n 2 --dist loadfile --no-loadscope-reorder
 QUICK = $(addprefix tests/,core samplers processing theory decode test_config.py)
-# Documents, examples, benchmarks, distributions at full size and the repository's own rules.
-CHECKS = tests/repo tests/laws
+# Of `make test` and `make checks` the tests with these marks alone, as MARKS='not once'.
+MARKS ?=
+AND_MARKS = $(if $(MARKS), and $(MARKS))
 PIP = $(VENV)/bin/python -m pip --disable-pip-version-check
 
 # What `make parity` compares logits with. PyPI's torch for Linux brings gigabytes of CUDA; the build
@@ -24,21 +25,23 @@ PYTHON_GPU ?= python3
 demo: $(VENV)/.demo
 	$(VENV)/bin/specjax generate --prompt-file examples/prompt.txt --temperature 0.7 --max-new-tokens 256 --compare
 
-# A minute of a processor: the mathematics, the samplers and the loop in plain JAX. What takes longer
+# Half a minute of a processor: the mathematics, the samplers and the loop in plain JAX. What takes longer
 # stands in tests/slow_tests.txt.
 quick: $(VENV)/.test
-	$(VENV)/bin/python -m pytest -q -m 'not slow and not interpret and not gpu' $(QUICK_FLAGS) $(QUICK)
+	$(VENV)/bin/python -m pytest -q -m 'not slow and not interpret and not gpu and not checks' $(QUICK_FLAGS) $(QUICK)
 
-# Every kernel in the interpreter and lowered for CUDA; K=cutoff takes those that name it.
+# Every kernel against plain JAX in the interpreter, and lowered for CUDA; K=cutoff takes those that name it.
 kernels: $(VENV)/.test
-	$(VENV)/bin/python -m pytest -q $(PYTEST_FLAGS) -m 'interpret or lowering' $(if $(K),-k '$(K)') tests
+	$(VENV)/bin/python -m pytest -q $(PYTEST_FLAGS) -m '(interpret or lowering) and not checks' $(if $(K),-k '$(K)') tests
 
-# Every room's tests and docstrings.
+# Every room's tests and docstrings, but for what `make checks` runs.
 test: $(VENV)/.test
-	$(VENV)/bin/python -m pytest -q $(PYTEST_FLAGS) $(CHECKS:%=--ignore=%)
+	$(VENV)/bin/python -m pytest -q -m 'not checks$(AND_MARKS)' $(PYTEST_FLAGS) --ignore=tests/repo --ignore=tests/laws
 
+# What is marked `checks`: the repository's own rules, documents, examples, benchmarks, distributions
+# and oracles at full size, and each room's tests in the interpreter.
 checks: $(VENV)/.test
-	$(VENV)/bin/python -m pytest -q $(PYTEST_FLAGS) $(CHECKS)
+	$(VENV)/bin/python -m pytest -q -m 'checks$(AND_MARKS)' $(PYTEST_FLAGS)
 
 # Hours: every test on both Pythons, oracles of other libraries, each listed mutation.
 nightly:

@@ -101,17 +101,26 @@ def pytest_ignore_collect(collection_path, config):
 
 
 _SLOW = read_list()
+# The repository's own rules, and distributions and mutants.
+_CHECKS = ("tests/repo/", "tests/laws/")
+_KERNELS = ("tests/pallas/", "tests/models/")
 
 
 def pytest_itemcollected(item):
-    """Marks examples of models as `once`, and the tests that CI measured as slow as `slow`.
+    """Marks examples of models as `once`, what CI measured as slow, and folders of `checks`.
 
-    Examples of other rooms show the same of JAX in less time.
+    Examples of other rooms show the same of JAX in less time. `tests/pallas` compares the kernels
+    with plain JAX; that every room finds the same through them is one of the `checks`, as are the
+    lowerings of further dtypes and sizes, which are `once`.
     """
     if isinstance(item, pytest.DoctestItem) and item.nodeid.startswith(_EXAMPLES_ONCE):
         item.add_marker(pytest.mark.once)
     if name_of(item.nodeid) in _SLOW:
         item.add_marker(pytest.mark.slow)
+    marks = {mark.name for mark in item.iter_markers()}
+    of_a_room = "interpret" in marks and not item.nodeid.startswith(_KERNELS)
+    if item.nodeid.startswith(_CHECKS) or of_a_room or marks >= {"lowering", "once"}:
+        item.add_marker(pytest.mark.checks)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -336,6 +336,7 @@ def joint_of_steps(num_steps, choose):
     return found
 
 
+@pytest.mark.checks
 @pytest.mark.once
 def test_three_steps_follow_the_target_jointly_whatever_k_the_past_chooses():
     """By enumeration in float64: the past holds which drafts were accepted, not the next ones."""
@@ -428,6 +429,7 @@ def joint_of_two(num_tokens, cut=len):
     return found, ks
 
 
+@pytest.mark.checks
 @pytest.mark.once
 def test_two_requests_that_share_a_k_follow_the_target_jointly_unless_a_cut_token_decides():
     """By enumeration in float64, of both texts together: what one drafts follows the other, too."""
@@ -496,6 +498,7 @@ def z_of_texts():
     return z(new[::2]), z(new[1::2])
 
 
+@pytest.mark.checks
 @pytest.mark.once
 @pytest.mark.optimised
 def test_several_steps_with_auto_follow_the_target_jointly():

@@ -110,6 +110,7 @@ def sampled(drafter, k):
     )
 
 
+@pytest.mark.checks
 @pytest.mark.once
 @pytest.mark.optimised
 @pytest.mark.parametrize(("drafter", "k"), [("model", 3), ("ngram", 1)])
@@ -516,6 +517,7 @@ def synthetic(seed=0, temperature=1.0, eos=99, table=TARGET, **acceptance):
     )
 
 
+@pytest.mark.checks
 @pytest.mark.once
 def test_synthetic_acceptance_has_the_length_asked_for():
     output = synthetic(synthetic_acceptance_length=2.5)

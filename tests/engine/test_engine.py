@@ -297,6 +297,7 @@ def test_an_engine_whose_requests_all_draft_one_number_is_that_of_a_fixed_k(cost
     assert what_came(found) == what_came(wanted)
 
 
+@pytest.mark.checks
 @pytest.mark.once
 def test_a_k_by_load_that_goes_up_and_down_follows_the_target():
     # Each next K depends on which drafts of the request and of the others were accepted.

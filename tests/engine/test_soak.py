@@ -21,6 +21,7 @@ from benchmarks.cpu.soak import (
 # An interrupt may come while Python collects garbage, which says so and goes on.
 pytestmark = [
     pytest.mark.once,
+    pytest.mark.checks,
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
 ENDS = ("length", "end_of_sequence", "stop_string")

@@ -68,6 +68,7 @@ def whole_forward(model, text):
     return model.logits(model.params, hidden[0]), features[0]
 
 
+@pytest.mark.checks
 def test_drafts_are_accepted_as_often_as_the_target_and_the_head_overlap(tmp_path):
     """q is the oracle's, by the target's taps of whole texts: the mean of sum min(p, q).
 

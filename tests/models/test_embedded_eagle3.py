@@ -18,6 +18,7 @@ pytestmark = pytest.mark.once
 K = 3
 
 
+@pytest.mark.checks
 def test_acceptance_of_generate_is_the_overlap_at_every_position_of_a_step(tmp_path):
     """q is NumPy's, from the target's states after the layers that config.json names."""
     fields, tensors, ids = write_part_of_head(tmp_path / "head")

@@ -46,6 +46,7 @@ def brute_force_share(text, others):
     return sum(matches) / len(matches) if matches else 0.0
 
 
+@pytest.mark.checks
 def test_the_script_trains_a_pair_that_loads(import_pair, tmp_path, monkeypatch, capsys):
     texts = sources("csv.py", "shlex.py", "textwrap.py", "bisect.py")
     sides = {path: "heldout" if "bisect" in path else "train" for path in texts}

@@ -45,7 +45,7 @@ def test_samples_are_the_reference_s(vocab_size):
     np.testing.assert_allclose(ours.logsumexp, theirs.logsumexp, atol=2e-6, rtol=2e-7)
 
 
-@pytest.mark.parametrize("parts", [0, 4])
+@pytest.mark.parametrize("parts", [0, pytest.param(4, marks=pytest.mark.checks)])
 def test_noise_in_parts_or_in_none_draws_the_reference_s_samples(parts):
     """As it is made for many rows, and for more blocks than one program makes noise for."""
     kernels = Implementation("interpret", (KernelConfig(num_noise_splits=parts),))

@@ -356,6 +356,7 @@ def test_a_vocabulary_beyond_what_float32_counts_is_refused():
 # The samplers.
 
 
+@pytest.mark.checks
 def test_sampling_with_a_cutoff_follows_the_truncated_distribution():
     n, v, temperature = 20_000, 16, 0.8
     row = np.random.default_rng(5).normal(size=v).astype(np.float32)
@@ -378,6 +379,7 @@ def test_sampling_with_a_cutoff_follows_the_truncated_distribution():
     assert stats.chisquare(counts[p > 0], n * p[p > 0]).pvalue > 1e-4
 
 
+@pytest.mark.checks
 def test_verification_with_cutoffs_follows_the_truncated_distribution():
     n, v, temperature = 20_000, 16, 0.8
     rng = np.random.default_rng(11)

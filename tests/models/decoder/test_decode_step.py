@@ -139,7 +139,12 @@ def decode(config, implementation, dtype="float32", width=0):
 
 # Steps of one token are steps of one column, and in the larger program of three columns.
 @pytest.mark.parametrize(
-    ("kind", "alone", "width"), [("llama", True, 1), ("qwen", False, 3), ("gemma", True, 3)]
+    ("kind", "alone", "width"),
+    [
+        ("llama", True, 1),
+        ("qwen", False, 3),
+        pytest.param("gemma", True, 3, marks=pytest.mark.checks),
+    ],
 )
 def test_steps_through_the_kernels_are_those_of_plain_jax(kind, alone, width, kernels):
     # Two splits of the cache, so that each has blocks to go through.
@@ -297,6 +302,7 @@ def init_nothing(*prompts):
     return ()
 
 
+@pytest.mark.checks
 def test_a_drafted_token_without_finite_numbers_is_rejected_and_changes_nothing(kernels):
     config, bad = TransformerConfig(64, 32, 48, 1, 2, 1, 16), 60
     params = jax.tree.map(lambda x: x * 4 if x.ndim > 1 else x, build(config, seed=3).params)
@@ -337,10 +343,10 @@ def test_a_drafted_token_without_finite_numbers_is_rejected_and_changes_nothing(
     [
         (24, 1, 1, True),
         (64, 16, 4, False),
-        (64, 16, 4, True),
-        (96, 2, 7, False),
+        pytest.param(64, 16, 4, True, marks=pytest.mark.checks),
+        pytest.param(96, 2, 7, False, marks=pytest.mark.checks),
         # Of float32 heads this wide fewer iterations are loaded at a time.
-        (256, 1, 1, False),
+        pytest.param(256, 1, 1, False, marks=pytest.mark.checks),
     ],
 )
 def test_heads_of_any_size_and_as_many_tokens_as_fit(head_dim, tokens, shared, alone, kernels):
@@ -355,7 +361,12 @@ def test_heads_of_any_size_and_as_many_tokens_as_fit(head_dim, tokens, shared, a
 
 @pytest.mark.parametrize(
     ("parts", "at_once", "quick"),
-    [(1, 4, True), (4, 4, True), (4, 1, True), (4, 4, False)],
+    [
+        pytest.param(1, 4, True, marks=pytest.mark.checks),
+        (4, 4, True),
+        pytest.param(4, 1, True, marks=pytest.mark.checks),
+        (4, 4, False),
+    ],
     ids=["one split", "all at once", "one after the other", "a launch of its own"],
 )
 def test_splits_of_a_cache_combine_to_one_softmax(parts, at_once, quick, kernels):
@@ -407,6 +418,7 @@ def test_splits_are_counted_from_zero_whatever_the_memory_held(kernels):
     np.testing.assert_array_equal(prepared.counters, 0)
 
 
+@pytest.mark.checks
 def test_a_batch_under_vmap_is_each_by_itself(kernels):
     # Each is a batch of one, for which the launch of few requests is chosen.
     through = Implementation(kernels, (DecodeConfig(True),))
@@ -423,6 +435,7 @@ def test_a_batch_under_vmap_is_each_by_itself(kernels):
     close(jax.jit(jax.vmap(by_itself))(ids, positions, cache), wanted)
 
 
+@pytest.mark.checks
 def test_float16_holds_large_activations_through_the_kernels(kernels):
     # One coordinate is some thousands, as in the first layers of large models.
     config = dataclasses.replace(LLAMA, dtype="float16", num_hidden_layers=1)
@@ -439,6 +452,7 @@ def test_float16_holds_large_activations_through_the_kernels(kernels):
     np.testing.assert_allclose(read(kernels), read("xla"), atol=0.02)
 
 
+@pytest.mark.checks
 def test_derivatives_and_wide_positions_are_those_of_plain_jax(kernels):
     config = TransformerConfig(64, 32, 48, 1, 2, 1, 16)
     model = build(config, seed=3)

@@ -1,0 +1,84 @@
+"""What `make quick` and `make kernels` take in CI, and that no test is left out of every target."""
+
+import pathlib
+import re
+import xml.etree.ElementTree as xml
+
+import pytest
+from slow_tests import name_of, name_of_case, read_list
+
+ROOT = pathlib.Path(__file__).parents[2]
+MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
+# What `make test` left in CI, which runs it before these tests.
+REPORT = ROOT / "build" / "ci" / "default.xml"
+# Seconds of a test in that file are those of a clock, while three workers share two cores.
+QUICK_SECONDS, KERNEL_SECONDS = 60, 300
+_IN_KERNELS = re.compile(r"\[(.*-)?(interpret|triton)(-.*)?\]")
+
+
+def quick_folders() -> tuple[str, ...]:
+    [names] = re.findall(r"^QUICK = \$\(addprefix tests/,(.*)\)$", MAKEFILE, re.MULTILINE)
+    return tuple(f"tests/{name}" for name in names.split())
+
+
+def is_quick(name: str) -> bool:
+    """Whether `make quick` runs a test, by its node id."""
+    is_slow = name_of(name) in read_list()
+    return name.startswith(quick_folders()) and not is_slow and not _IN_KERNELS.search(name)
+
+
+def is_of_kernels(name: str) -> bool:
+    """Whether a node id of `make test` is one of the kernels'."""
+    return name.startswith("tests/pallas/") or bool(_IN_KERNELS.search(name))
+
+
+def seconds_of(belongs) -> float:
+    cases = xml.parse(REPORT).getroot().iter("testcase")
+    return sum(float(case.get("time", 0)) for case in cases if belongs(name_of_case(case)))
+
+
+@pytest.mark.parametrize(
+    ("belongs", "limit"),
+    [
+        pytest.param(is_quick, QUICK_SECONDS, id="quick"),
+        pytest.param(is_of_kernels, KERNEL_SECONDS, id="kernels"),
+    ],
+)
+def test_a_target_takes_the_seconds_that_it_may(belongs, limit):
+    if not REPORT.exists():
+        pytest.skip(f"{REPORT} is written by .ci/run")
+    seconds = seconds_of(belongs)
+    assert seconds <= limit, (
+        f"They took {seconds:.0f} s, more than {limit}: make tests cheaper, mark them `checks`, or "
+        "list slow ones by tests/support/slow_tests.py."
+    )
+
+
+def test_seconds_are_summed_over_the_cases_that_the_target_runs(monkeypatch, tmp_path):
+    rows = {
+        ("tests.core.test_noise", "test_cheap[xla]"): 1,
+        ("tests.core.test_noise", "test_cheap[interpret-3]"): 20,
+        ("tests.pallas.test_split", "test_kernel"): 300,
+        ("tests.engine.test_engine", "test_engine"): 4000,
+    }
+    cases = "".join(
+        f'<testcase classname="{folder}" name="{name}" time="{seconds}"/>'
+        for (folder, name), seconds in rows.items()
+    )
+    report = tmp_path / "default.xml"
+    report.write_text(f"<testsuite>{cases}</testsuite>")
+    monkeypatch.setattr(f"{__name__}.REPORT", report)
+    assert seconds_of(is_quick) == 1
+    assert seconds_of(is_of_kernels) == 320
+
+
+def test_every_test_is_one_of_make_test_or_one_of_make_checks():
+    """CI runs both: the tests of one mark, and all others but for folders that have the mark."""
+    conftest = (ROOT / "conftest.py").read_text(encoding="utf-8")
+    ignored = re.findall(r"--ignore=(\S+)", MAKEFILE)
+    assert f'_CHECKS = ("{ignored[0]}/", "{ignored[1]}/")' in conftest
+    assert len(ignored) == 2
+    assert "-m 'not checks$(AND_MARKS)'" in MAKEFILE
+    assert "-m 'checks$(AND_MARKS)'" in MAKEFILE
+    pipeline = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+    assert [pipeline.count(f"make {name} PYTHON=") for name in ("test", "checks")] == [2, 2]
