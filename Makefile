@@ -43,11 +43,13 @@ test: $(VENV)/.test
 checks: $(VENV)/.test
 	$(VENV)/bin/python -m pytest -q -m 'checks$(AND_MARKS)' $(PYTEST_FLAGS)
 
-# Hours: every test on both Pythons, oracles of other libraries, each listed mutation.
+# Hours: every test on both Pythons, oracles of other libraries, each listed mutation,
+# and each that operators make of some functions.
 nightly:
 	EVERY_TEST=1 .ci/run
 	.ci/oracles
 	PYTHONPATH=.:tests $(VENV)/bin/python -m tests.mutation
+	PYTHONPATH=.:tests $(VENV)/bin/python -m tests.mutation --operators
 
 # From then on `make test` holds the models against transformers, too.
 parity: $(VENV)/.parity

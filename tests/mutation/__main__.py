@@ -13,6 +13,7 @@ import jax
 
 from .listed import MUTATIONS
 from .mutation import ROOT, digest
+from .operated import run_operators
 from .run import Outcome, copied_tree, passing_tests, run_mutation
 from .table import TABLE, written_table
 
@@ -20,10 +21,17 @@ from .table import TABLE, written_table
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.mutation", description=__doc__)
     parser.add_argument("names", nargs="*", help="dotted names that mutations begin with")
+    parser.add_argument(
+        "--operators",
+        action="store_true",
+        help="wrong versions that operators make of functions, instead of those listed",
+    )
     parser.add_argument("--again", action="store_true", help="also what has been run before")
     parser.add_argument("--seconds", type=float, default=300, help="time for one mutation")
     parser.add_argument("--results", type=pathlib.Path, default=ROOT / "build" / "mutations.json")
     options = parser.parse_args()
+    if options.operators:
+        return run_operators(options.names, options.seconds)
     results = json.loads(options.results.read_text()) if options.results.exists() else {}
     keys = {m: digest(ROOT, m) for m in MUTATIONS if not m.equivalent}
     unknown = [n for n in options.names if not any(m.function.startswith(n) for m in keys)]
@@ -34,7 +42,7 @@ def main() -> int:
     options.results.parent.mkdir(parents=True, exist_ok=True)
     with copied_tree() as root:
         if due:
-            passing_tests(root, due)
+            passing_tests(root, sorted({test for m in due for test in m.killed_by}))
         for number, mutation in enumerate(due, start=1):
             begin = time.monotonic()
             try:

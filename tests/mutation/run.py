@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from .mutation import ROOT, Mutation, mutated_file
 
-__all__ = ["Outcome", "copied_tree", "passing_tests", "run_mutation", "verdict"]
+__all__ = ["Outcome", "copied_tree", "passing_tests", "run_mutation", "run_text", "verdict"]
 
 _COPIED = ("specjax", "tests", "examples", "benchmarks", "docs")
 _COPIED += ("conftest.py", "pyproject.toml", "README.md")
@@ -111,13 +111,12 @@ def _is_of(node_id: str, named: str) -> bool:
     return node_id == named or node_id.startswith(f"{named}[")
 
 
-def passing_tests(root: pathlib.Path, mutations: Sequence[Mutation]) -> None:
-    """Runs every named test on the right version.
+def passing_tests(root: pathlib.Path, tests: Sequence[str]) -> None:
+    """Runs tests on the right version.
 
     Raises:
       RuntimeError: if one fails, is skipped or does not exist.
     """
-    tests = sorted({test for mutation in mutations for test in mutation.killed_by})
     outcome = verdict(_pytest(root, tests, None), tests)
     if outcome.verdict != "survived":
         raise RuntimeError(
@@ -128,10 +127,17 @@ def passing_tests(root: pathlib.Path, mutations: Sequence[Mutation]) -> None:
 def run_mutation(root: pathlib.Path, mutation: Mutation, seconds: float) -> Outcome:
     """Applies a mutation to a copy of the tree, runs its tests, and takes it back."""
     path, text = mutated_file(root, mutation)
+    return run_text(root, path, text, mutation.killed_by, seconds)
+
+
+def run_text(
+    root: pathlib.Path, path: pathlib.Path, text: str, tests: Sequence[str], seconds: float
+) -> Outcome:
+    """Runs tests while a file of a copy of the tree holds another text."""
     right = path.read_text()
     try:
         path.write_text(text)
-        return verdict(_pytest(root, mutation.killed_by, seconds), mutation.killed_by)
+        return verdict(_pytest(root, tests, seconds), tests)
     except subprocess.TimeoutExpired:
         return Outcome("too long", message=f"more than {seconds} s")
     finally:

@@ -1007,6 +1007,7 @@ else:
     assert run.returncode == 0, run.stderr
 
 
+@pytest.mark.checks
 def test_the_deprecation_of_pallas_triton_is_the_library_s_own_business():
     """A user with warnings as errors can lower the kernels, in a process of his own."""
     program = """

@@ -211,6 +211,7 @@ def test_both_schedules_emit_the_same_bits_for_the_same_request(schedule):
 
 
 # The small one's way through transformations, and through a scan, is in test_transforms.
+@pytest.mark.checks
 @pytest.mark.parametrize("schedule", [False], ids=["large"], indirect=True)
 def test_vmap_inside_a_while_loop_changes_nothing(schedule):
     cases = [sampled_case(seed, FEW, K, VOCAB) for seed in range(2)]

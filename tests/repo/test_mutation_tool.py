@@ -8,6 +8,8 @@ import collections
 import pytest
 from mutation.listed import MUTATIONS
 from mutation.mutation import ROOT, Mutation, find_test, mutated_file, source_of
+from mutation.operated import OPERATED, change_text
+from mutation.operators import changes, equal_to_listed
 from mutation.run import verdict
 from mutation.table import TABLE, read_table
 
@@ -110,3 +112,53 @@ def test_a_function_is_found_with_its_decorators_and_inside_others():
     _, first, last = source_of(ROOT, "specjax.pallas.cutoff.queries.search_in_memory.sums_above")
     outer = source_of(ROOT, "specjax.pallas.cutoff.queries.search_in_memory")
     assert outer[1] < first < last < outer[2]
+
+
+def changed(tmp_path, body):
+    """The versions that operators make of a function, as expressions before and after."""
+    path = tmp_path / "specjax" / "one.py"
+    path.parent.mkdir()
+    path.write_text(f"def f(a, b):\n    {body}\n")
+    return {change_text(change) for change in changes(tmp_path, "specjax.one.f")}
+
+
+@pytest.mark.parametrize(
+    ("body", "wanted"),
+    [
+        ("return a < b", {"a < b -> a <= b", "a < b -> a > b"}),
+        ("return a + b", {"a + b -> a - b", "a + b -> a", "a + b -> b"}),
+        ("return a and b", {"a and b -> a or b", "a and b -> a", "a and b -> b"}),
+        ("return not a", {"not a -> a"}),
+        ("return a if b else f", {"a if b else f -> a", "a if b else f -> f"}),
+        ("return [True, 7]", {"True -> False", "7 -> 0", "7 -> 1", "7 -> 6", "7 -> 8"}),
+        ("return max(a, b)", {f"max(a, b) -> {x}" for x in ("min(a, b)", "a", "b")}),
+        (
+            "return np.where(a, b, f)",
+            {f"np.where(a, b, f) -> {x}" for x in ("b", "f", "np.where(a, f, b)")},
+        ),
+        ("return f(a, b=b)", {"f(a, b=b) -> f(a)"}),
+        ('raise ValueError(f"{a + b} is not {b}")', set()),
+    ],
+)
+def test_operators_make_one_change_each(tmp_path, body, wanted):
+    assert changed(tmp_path, body) == wanted
+
+
+def test_operators_keep_the_rest_of_the_file_and_make_programs(tmp_path):
+    changed(tmp_path, "return (a\n        + b)")
+    for change in changes(tmp_path, "specjax.one.f"):
+        compile(change.text, "one.py", "exec")
+        assert change.text.startswith("def f(a, b):\n    return (")
+
+
+def test_no_listed_mutation_is_one_that_operators_make_and_tests_see():
+    """Such a one goes from the list: `--operators` runs it with the tests of its function."""
+    listed = [mutation for mutation in COUNTED if mutation.function in OPERATED]
+    assert not equal_to_listed(listed)
+
+
+def test_functions_that_operators_mutate_name_tests_and_survivors_that_are_there():
+    for function, its in OPERATED.items():
+        for test in its.tests:
+            find_test(ROOT, test)
+        assert set(its.survivors) <= {change_text(change) for change in changes(ROOT, function)}
