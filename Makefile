@@ -41,7 +41,7 @@ test: $(VENV)/.test
 # What is marked `checks`: the repository's own rules, documents, examples, benchmarks, distributions
 # and oracles at full size, and each room's tests in the interpreter.
 checks: $(VENV)/.test
-	$(VENV)/bin/python -m pytest -q -m 'checks$(AND_MARKS)' $(PYTEST_FLAGS)
+	$(VENV)/bin/python -m pytest -q -m 'checks$(AND_MARKS)' $(PYTEST_FLAGS) tests
 
 # Hours: every test on both Pythons, oracles of other libraries, each listed mutation,
 # and each that operators make of some functions.

@@ -1,30 +1,32 @@
-"""Functions that are mutated by operators, the tests that see it, and which versions none sees."""
+"""Runs versions of functions that operators make, and keeps which of them a test has seen."""
 
+import pathlib
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from .listed import MUTATIONS
-from .mutation import source_of
+from .mutation import ROOT, source_of
 from .operators import Change, changes
 from .run import copied_tree, passing_tests, run_text
 
-__all__ = ["OPERATED", "Operated", "run_operators"]
+__all__ = ["TABLE", "Seen", "change_text", "read_seen", "run_operators", "seen_line"]
+
+TABLE = pathlib.Path(__file__).with_name("operated.tsv")
 
 
-class Operated(NamedTuple):
-    """What is known of a function's generated versions.
+class Seen(NamedTuple):
+    """A version that tests see, by its function and change: a line of the table.
 
     Attributes:
-      tests: node ids, any of which is to fail for each version.
-      survivors: "before -> after" of each version that passes them all.
+      function: dotted name, as in `Mutation`.
+      change: `change_text` of the version, which no other version of the function has.
+      tests: node ids, any of which is to fail.
     """
 
+    function: str
+    change: str
     tests: tuple[str, ...]
-    survivors: tuple[str, ...] = ()
-
-
-OPERATED: dict[str, Operated] = {}
 
 
 def change_text(change: Change) -> str:
@@ -33,49 +35,55 @@ def change_text(change: Change) -> str:
     return f"{before} -> {change.after}"
 
 
-def _of_listed() -> dict[str, Operated]:
-    """The tests of the listed mutations of each function of the library."""
-    found: dict[str, set[str]] = {}
-    for mutation in MUTATIONS:
-        if mutation.killed_by and mutation.function.startswith("specjax."):
-            found.setdefault(mutation.function, set()).update(mutation.killed_by)
-    return {name: Operated(tuple(sorted(tests))) for name, tests in found.items()}
+def seen_line(seen: Seen) -> str:
+    """Returns a line of the table."""
+    return "\t".join([seen.function, seen.change, *seen.tests]) + "\n"
 
 
-def _asked(names: Sequence[str]) -> dict[str, Operated]:
-    """The functions whose dotted names begin with one of `names`, or all in the table."""
-    if not names:
-        return OPERATED
-    known = _of_listed() | OPERATED
-    return {name: its for name, its in known.items() if name.startswith(tuple(names))}
+def read_seen() -> tuple[Seen, ...]:
+    """Returns the table, by function and change."""
+    rows = (line.split("\t") for line in TABLE.read_text(encoding="utf-8").splitlines())
+    return tuple(Seen(function, change, tuple(tests)) for function, change, *tests in rows)
+
+
+def _asked(names: Sequence[str]) -> Iterator[tuple[Change, tuple[str, ...]]]:
+    """The table's versions, or all of functions whose names begin so, and tests of each."""
+    recorded = {(seen.function, seen.change): seen.tests for seen in read_seen()}
+    of_function: dict[str, set[str]] = {}
+    for function, tests in [
+        *((function, tests) for (function, _), tests in recorded.items()),
+        *((m.function, m.killed_by) for m in MUTATIONS if m.function.startswith("specjax.")),
+    ]:
+        of_function.setdefault(function, set()).update(tests)
+    if names:
+        functions = [name for name in of_function if name.startswith(tuple(names))]
+    else:
+        functions = list(dict.fromkeys(function for function, _ in recorded))
+    for function in functions:
+        for change in changes(ROOT, function):
+            tests = recorded.get((function, change_text(change)))
+            if names or tests:
+                yield change, tests or tuple(sorted(of_function[function]))
 
 
 def run_operators(names: Sequence[str], seconds: float) -> int:
-    """Runs each version of the functions named; returns 1 where one survives unexpectedly."""
-    asked = _asked(names)
-    if not asked:
-        print(f"No function with tests begins with {' or '.join(names)}.")
-        return 2
-    num_killed, unexpected, gone = 0, [], []
+    """Runs versions; returns 1 where one of the table survives, and prints each that does."""
+    asked = [(change, tests) for change, tests in _asked(names) if tests]
+    recorded = {(seen.function, seen.change) for seen in read_seen()}
+    survivors, num_killed = [], 0
     with copied_tree() as root:
-        passing_tests(root, sorted({test for its in asked.values() for test in its.tests}))
-        for name, its in asked.items():
-            path = source_of(root, name)[0]
-            survivors = []
-            for change in list(changes(root, name)):
-                begin = time.monotonic()
-                outcome = run_text(root, path, change.text, its.tests, seconds)
-                text = change_text(change)
-                took = f"{time.monotonic() - begin:.0f} s"
-                print(took, outcome.verdict, f"{name}:{change.line}", text, flush=True)
-                if outcome.verdict == "survived":
-                    survivors.append(text)
-                num_killed += outcome.verdict in ("killed", "too long")
-            unexpected += [(name, text) for text in survivors if text not in its.survivors]
-            gone += [(name, text) for text in its.survivors if text not in survivors]
-    for name, text in unexpected:
-        print(f"survived: {name}: {text}")
-    for name, text in gone:
-        print(f"no longer survives: {name}: {text}")
-    print(f"{num_killed} seen, {len(unexpected)} survived that are not in the table")
-    return 1 if unexpected or gone else 0
+        passing_tests(root, sorted({test for _, tests in asked for test in tests}))
+        for change, tests in asked:
+            begin = time.monotonic()
+            path = source_of(root, change.function)[0]
+            verdict = run_text(root, path, change.text, tests, seconds).verdict
+            num_killed += verdict in ("killed", "too long")
+            if verdict == "survived":
+                survivors.append(change)
+            place = f"{change.function}:{change.line}"
+            took = f"{time.monotonic() - begin:.0f} s"
+            print(took, verdict, place, change_text(change), flush=True)
+    for change in survivors:
+        print(f"survived: {change.function}:{change.line} {change_text(change)}")
+    print(f"{num_killed} of {len(asked)} killed")
+    return int(any((change.function, change_text(change)) in recorded for change in survivors))
