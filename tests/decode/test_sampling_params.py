@@ -127,6 +127,7 @@ def test_requests_with_different_parameters_share_a_program_and_nothing_else():
     assert together[1] == free[1] or [0, 0] in zip(free[1], free[1][1:], strict=False)
 
 
+@pytest.mark.slow
 def test_values_never_recompile():
     run("model", temperature=np.ones(4))
     compiled = run_loop._cache_size()
@@ -300,6 +301,7 @@ def test_a_row_masked_to_one_token_emits_it_and_to_none_ends_invalid():
     np.testing.assert_array_equal(output.finish, want)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drafter", [None, "model"])
 def test_an_invalid_parameter_ends_its_request_and_no_other(drafter):
     usual = texts(run(drafter))

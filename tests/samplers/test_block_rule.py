@@ -326,6 +326,7 @@ def verify_two(implementation, p, q, token_ids, positions):
     return verify(implementation, draft, jnp.asarray(rows), all_kept, options)
 
 
+@pytest.mark.slow
 @pytest.mark.once
 def test_a_one_hot_draft_of_nearly_all_mass_is_left_out(implementation):
     """As p = q in the second row, no prefix is accepted; the rest of the first has mass 1e-6."""

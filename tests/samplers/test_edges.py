@@ -275,6 +275,7 @@ def test_zero_drafts_emit_one_bonus_token(mode, how, implementation):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_the_bonus_is_what_plain_sampling_draws_at_its_position(mode, implementation):
     case = mode_case(mode, 8)

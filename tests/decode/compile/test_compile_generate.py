@@ -124,6 +124,7 @@ def test_a_capacity_is_needed_to_compile():
         specjax.compile_generate(MODEL, None, batch_size=B, options=specjax.LoopOptions())
 
 
+@pytest.mark.slow
 def test_other_functions_than_those_compiled_in_are_refused(compiled):
     """They would be left unused: what was compiled runs."""
 
