@@ -319,6 +319,7 @@ def test_an_invalid_parameter_ends_its_request_and_no_other(drafter):
         np.testing.assert_array_equal(output.finish, want)
 
 
+@pytest.mark.slow
 def test_a_model_drafting_for_itself_is_accepted_under_every_rule():
     """Penalties and bad words see the same tokens on both sides, in every row."""
     itself = specjax.model_drafter(bigrams.model(TARGET))

@@ -341,6 +341,7 @@ RARE = [3437522, 3789208, 5550880, 8822890, 12727112]
 BELOW, ABOVE = [368, 19461, 36070, 47747, 49761, 55207], [25938, 26607, 42437, 56085, 58501]
 
 
+@pytest.mark.slow
 @pytest.mark.once
 def test_the_least_residual_of_a_prefix_is_relative_to_its_ratio(implementation):
     """With rho = 2^-6 a residual of mass 2^-20 is no rounding: its only token is emitted.

@@ -225,6 +225,7 @@ def test_no_sibling_follows_where_nothing_of_q_is_left():
     chex.assert_trees_all_equal(ours[:3], without[:3])
 
 
+@pytest.mark.slow
 def test_a_sibling_far_less_likely_than_the_first_is_judged_by_its_share_of_the_rest():
     """A gap of 40 leaves no other trace than one of 200, whose rest float32 cannot add to 1."""
     case, steps = small_case(8), []

@@ -143,6 +143,7 @@ def test_other_functions_than_those_compiled_in_are_refused(compiled):
             run(compiled, **change)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("old", "new", "words"),
     [
