@@ -25,7 +25,7 @@ PYTHON_GPU ?= python3
 demo: $(VENV)/.demo
 	$(VENV)/bin/specjax generate --prompt-file examples/prompt.txt --temperature 0.7 --max-new-tokens 256 --compare
 
-# Half a minute of a processor: the mathematics, the samplers and the loop in plain JAX. What takes longer
+# A minute of a processor: the mathematics, the samplers and the loop in plain JAX. What takes longer
 # stands in tests/slow_tests.txt.
 quick: $(VENV)/.test
 	$(VENV)/bin/python -m pytest -q -m 'not slow and not interpret and not gpu and not checks' $(QUICK_FLAGS) $(QUICK)
