@@ -11,7 +11,6 @@ _SMALL = f"{_DECISIONS}[interpret-200]"
 _BOUNDS = "test_bounds_decide_as_any_mass_between_them_would"
 _LEFT_OUT = "test_a_one_hot_draft_of_nearly_all_mass_is_left_out"
 _RELATIVE = "test_the_least_residual_of_a_prefix_is_relative_to_its_ratio"
-_RATIO_ONE = "test_a_prefix_of_ratio_one_is_accepted_and_leaves_the_target_where_p_is_q"
 _BEFORE = "test_a_prefix_before_a_one_hot_draft_is_accepted_below_its_h"
 _SHIFTED = (
     "rho multiplies the weight of each token of the row: a number is added to all scores that are "
@@ -19,20 +18,6 @@ _SHIFTED = (
 )
 
 MUTATIONS = (
-    Mutation(
-        "specjax.core.block_acceptance.cap_ratios",
-        "jnp.minimum(log_rhos[-1] + log_ratio, jnp.float32(0))",
-        "log_rhos[-1] + log_ratio",
-        block_verification(_XLA),
-        "the product of ratios is not capped at 1",
-    ),
-    Mutation(
-        "specjax.core.block_acceptance.accept_block",
-        "total.astype(u.dtype) < mass",
-        "total.astype(u.dtype) > mass",
-        block_verification(_XLA),
-        "a prefix is accepted where its uniform is above h",
-    ),
     Mutation(
         "specjax.core.block_acceptance.accept_block",
         "mass - jnp.expm1(log_rho)",
@@ -46,27 +31,6 @@ MUTATIONS = (
         "jnp.float32(0))",
         block_verification(_XLA),
         "rho is missing in the residual",
-    ),
-    Mutation(
-        "specjax.samplers.reference.block.accept_block_prefix",
-        "first = jnp.where(is_active(request), judged.length, jnp.int32(0))",
-        "first = judged.length",
-        block_verification(_XLA),
-        "a request of an invalid temperature accepts drafts",
-    ),
-    Mutation(
-        "specjax.samplers.reference.block.is_block_request",
-        "(index < request.num_tokens) & ",
-        "",
-        block_verification(_XLA),
-        "rows that nothing was drafted from make a block of one-hot drafts",
-    ),
-    Mutation(
-        "specjax.samplers.reference.next_token.residual_mass",
-        "jnp.exp(log_rho) * (1 - p)",
-        "1 - p",
-        block_verification(_XLA),
-        "rho is missing in the h of a prefix that a one-hot draft follows",
     ),
     Mutation(
         "specjax.samplers.reference.block.accept_block_prefix.shorten",
@@ -172,27 +136,6 @@ MUTATIONS = (
         "row.normalizer.log_sum",
         block_verification(_KERNELS),
         "rho is missing in the residual",
-    ),
-    Mutation(
-        "specjax.core.block_acceptance.accept_block",
-        " | (total <= 0)",
-        "",
-        block_verification(f"{_RATIO_ONE}[xla]", f"{_RATIO_ONE}[interpret]"),
-        "where h is 0 / 0 the prefix is rejected",
-    ),
-    Mutation(
-        "specjax.samplers.reference.next_token.next_token",
-        "max_empty_mass * jnp.exp(prefix.log_rho)",
-        "max_empty_mass",
-        block_verification(f"{_RELATIVE}[xla]"),
-        "the least residual of an improbable prefix is that of a probable one",
-    ),
-    Mutation(
-        "specjax.samplers.reference.next_token.next_token.token_log_weights",
-        "logprobs if prefix.log_rho is None else logprobs + prefix.log_rho",
-        "logprobs",
-        block_verification(f"{_RELATIVE}[xla]"),
-        "inside a sampling block the residual is p - q",
     ),
     Mutation(
         "specjax.samplers.reference.next_token.next_token.token_log_weights",

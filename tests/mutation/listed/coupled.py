@@ -55,13 +55,6 @@ MUTATIONS = (
         "a small batch accepts a drafted token whatever the target draws",
     ),
     Mutation(
-        "specjax.samplers.reference.coupled.couple_request.judge",
-        "(index < request.num_tokens) & ",
-        "",
-        coupled_sampling(f"{_TOKENS}[xla]"),
-        "tokens past those that were drafted are accepted where the target draws them",
-    ),
-    Mutation(
         "specjax.pallas.coupled.draw_and_compare",
         "i < request.num_draft_tokens",
         "i < schedule.max_draft_tokens",

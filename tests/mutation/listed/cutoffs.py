@@ -7,7 +7,6 @@ __all__ = ["MUTATIONS"]
 
 _SORT = "test_cutoffs_are_those_of_a_sort"
 _NARROW = "test_narrow_logits_are_read_exactly"
-_ANY = "test_cutoffs_are_those_of_a_sort_for_any_values"
 _HAND = "test_cutoffs_computed_by_hand"
 _OFF = "test_filters_that_are_off_and_greedy_rows_keep_all"
 _LAWLESS = "test_an_invalid_row_stays_invalid_to_the_samplers"

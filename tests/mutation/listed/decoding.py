@@ -28,7 +28,6 @@ _METRICS = "specjax.decode.metrics."
 _RULES = "specjax.processing.logit_rules."
 _RATES = "specjax.theory.acceptance_rates."
 _RECOUNT = "test_the_counts_are_those_of_a_recount"
-_FOLLOW = "test_drafts_follow_their_requests"
 _COMMITTED = "test_metrics_count_what_was_committed_up_to_the_end_of_a_sequence[False]"
 _LOOKUP = "test_prompt_lookup_is_that_of_its_definition"
 _LONGEST = (
@@ -82,20 +81,6 @@ MUTATIONS = (
         "matches &= (cached_request_ids > -9)[None]",
         drafts("test_empty_slots_match_no_request"),
         "an empty slot belongs to a request of its id",
-    ),
-    Mutation(
-        f"{_DRAFTS}gather_drafts.align",
-        "slot if aligned.rows is None else aligned.rows",
-        "slot",
-        drafts("test_gathering_what_was_gathered_composes_the_rows"),
-        "rows of a gathered draft are those of the draft before",
-    ),
-    Mutation(
-        f"{_DRAFTS}gather_drafts.align",
-        "jnp.where(num_tokens < 0, -1, num_drafted)",
-        "num_drafted",
-        drafts(f"{_FOLLOW}[inactive]"),
-        "an inactive request is one without drafts",
     ),
     Mutation(
         "specjax.decode.drafters._model_functions.draft",
@@ -451,39 +436,11 @@ MUTATIONS = (
         "the acceptance length lacks the token after the accepted ones",
     ),
     Mutation(
-        f"{_RULES}_apply_penalties",
-        "row > i",
-        "row >= i",
-        processing("test_each_rule_is_its_definition[frequency_penalty]"),
-        "a row counts the token that is drafted from it",
-    ),
-    Mutation(
-        f"{_RULES}_repetition",
-        "jnp.where(x > 0, x / penalty, x * penalty)",
-        "x / penalty",
-        processing("test_each_rule_is_its_definition[repetition_penalty]"),
-        "a repetition penalty makes negative logits likelier",
-    ),
-    Mutation(
-        f"{_RULES}_repetition",
-        "(generated > 0) | prompt",
-        "generated > 0",
-        processing("test_each_rule_is_its_definition[repetition_penalty]"),
-        "the prompt is not repeated",
-    ),
-    Mutation(
         f"{_RULES}_presence",
         "jnp.where(generated > 0, penalty, jnp.float32(0))",
         "penalty * generated.astype(jnp.float32)",
         processing("test_each_rule_is_its_definition[presence_penalty]"),
         "the presence penalty counts",
-    ),
-    Mutation(
-        f"{_RULES}_process",
-        "valid &= penalty > 0",
-        "valid &= penalty >= 0",
-        processing("test_a_repetition_penalty_of_zero_or_less_is_invalid[0.0]"),
-        "a repetition penalty of 0 is valid",
     ),
     Mutation(
         f"{_RULES}_unpack_mask",
@@ -500,25 +457,11 @@ MUTATIONS = (
         "a geometric schedule may fall off faster",
     ),
     Mutation(
-        f"{_RATES}rates_for_length",
-        "size + 1) - 1",
-        "size + 1)",
-        acceptance_rates("test_a_schedule_for_a_length_has_that_mean_and_the_least_variance"),
-        "the recovered or bonus token is not counted in the length",
-    ),
-    Mutation(
         f"{_RATES}conditional_rates",
         "jnp.ones_like(rates[..., :1])",
         "rates[..., :1]",
         acceptance_rates("test_conditional_rates_multiply_back_to_the_unconditional_ones"),
         "the first position is always accepted",
-    ),
-    Mutation(
-        f"{_RATES}acceptance_lengths",
-        "xp.ones(",
-        "xp.zeros(",
-        acceptance_rates("test_the_expected_acceptance_length_is_the_mean_over_every_run_of_coins"),
-        "the token after the accepted run is not counted",
     ),
     Mutation(
         f"{_RATES}geometric_rates.excess",

@@ -14,7 +14,6 @@ _CLOSED = "test_a_closed_engine_says_so_and_its_requests_have_ended"
 _SOAK = "test_a_soak_finds_nothing_wrong"
 _BEST = "test_the_best_k_has_the_most_expected_tokens_for_its_cost"
 _AGAIN = "test_a_model_that_drafts_again_has_read_what_it_missed"
-_FULL = "test_a_request_gets_the_same_alone_and_in_a_full_engine"
 
 MUTATIONS = (
     Mutation(

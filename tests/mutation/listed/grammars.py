@@ -7,7 +7,6 @@ from .tests import (
     grammars,
     json_schemas,
     row_masks,
-    sample_block,
     text_streams,
     token_automata,
 )
@@ -18,11 +17,9 @@ _GRAMMAR = "specjax.processing.grammar."
 _MASKS = "specjax.decode.matchers.RowMasks."
 _TEXT = "specjax.decode.matchers.MatchedText."
 _LAW = "test_several_steps_follow_the_masked_target_jointly"
-_ROWS = "test_each_row_allows_what_follows_the_drafted_tokens_before_it"
 _HOST = "test_several_steps_with_masks_of_a_host_follow_the_masked_target_jointly"
 _GO_BACK = "test_each_row_has_the_mask_after_the_tokens_before_it_and_the_matchers_go_back"
 _FORMS = "test_masks_of_another_form_are_refused"
-_FULL = "test_a_request_gets_the_same_alone_and_in_a_full_engine"
 _GROWS = "test_the_states_of_a_string_grow_as_its_bound"
 _LEADS = "test_every_token_leads_where_its_bytes_do_and_only_to_what_tokens_complete"
 _OUTSIDE = "test_columns_outside_the_vocabulary_are_not_allowed_whatever_the_words_say"
@@ -151,20 +148,6 @@ MUTATIONS = (
         "the token after the accepted ones does not move the state",
     ),
     Mutation(
-        f"{_GRAMMAR}_next",
-        "(token_ids < num_tokens)",
-        "(token_ids <= num_tokens)",
-        grammars(_ROWS),
-        "the first id outside the vocabulary moves the state as its last token does",
-    ),
-    Mutation(
-        f"{_GRAMMAR}_next",
-        " & (states < num_states)",
-        "",
-        grammars("test_a_state_past_the_last_one_does_not_move"),
-        "a state past the last one moves as the last one does",
-    ),
-    Mutation(
         f"{_GRAMMAR}allowed_columns",
         "(columns >= 0) & ",
         "",
@@ -275,12 +258,5 @@ MUTATIONS = (
         "sampling._replace(allowed=sampling.allowed[:, 0])",
         grammar_laws("test_a_draft_that_the_grammar_masks_is_accepted_more"),
         "drafts are masked by what the first row of the step before allowed",
-    ),
-    Mutation(
-        "specjax.processing.sampling_params.SamplingParams.reads_drafted",
-        " or self.grammar is not None",
-        "",
-        sample_block("test_a_grammar_masks_each_row_by_the_tokens_drafted_before"),
-        "a block that is drawn at once has the grammar's first mask in every row",
     ),
 )

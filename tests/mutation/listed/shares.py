@@ -132,13 +132,6 @@ MUTATIONS = (
         "columns of padding may be emitted",
     ),
     Mutation(
-        "specjax.samplers.batch._reads_parts",
-        "options.custom_rule is None and arrays.token_map is None",
-        "options.custom_rule is None",
-        _GATHERED,
-        "a draft's columns are taken for the target's tokens of these ids",
-    ),
-    Mutation(
         "specjax.devices.placement.Placement.round_up",
         "-(-size // num_parts) * num_parts",
         "size",

@@ -89,20 +89,6 @@ MUTATIONS = (
         "a column of padding is a token",
     ),
     Mutation(
-        "specjax.samplers.reference.verify._accept_at_once",
-        "accepted & is_active(request)",
-        "accepted",
-        split_vocabulary(f"{_TOKENS}[token]"),
-        "a request of an invalid temperature has its drafts verified",
-    ),
-    Mutation(
-        "specjax.samplers.reference.block.accept_block_prefix",
-        "jax.vmap(is_accepted)(lengths) & (lengths <= first)",
-        "jax.vmap(is_accepted)(lengths)",
-        split_vocabulary(f"{_TOKENS}[block]"),
-        "prefixes longer than the drafts of a request are tried",
-    ),
-    Mutation(
         "specjax.samplers.reference.coupled.couple_request",
         "_, token, logprob, row = jax.tree.map(lambda x: x[n], drawn)",
         "_, token, logprob, row = jax.tree.map(lambda x: x[0], drawn)",
@@ -402,13 +388,6 @@ MUTATIONS = (
         "gathered[..., _SCORE] + log_masses",
         split_kernels(_SAMPLES),
         "a device without mass scores NaN, which no other score is above",
-    ),
-    Mutation(
-        "specjax.samplers.reference.coupled.couple_request",
-        "first_false(drawn[0] & is_active(request))",
-        "first_false(drawn[0])",
-        split_vocabulary(f"{_TOKENS}[coupled]"),
-        "a request of an invalid temperature has drafted tokens accepted",
     ),
     Mutation(
         "specjax.devices.map_parts.map_vocabulary",

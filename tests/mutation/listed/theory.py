@@ -50,13 +50,6 @@ MUTATIONS = (
     ),
     Mutation(
         _PREFIXES + "unconditional_rates",
-        "accepted[..., None] * np.minimum(p, q)",
-        "np.minimum(p, q)",
-        theory(f"{_STEPS}[3-3-standard]"),
-        "a rate forgets the tokens before its position",
-    ),
-    Mutation(
-        _PREFIXES + "unconditional_rates",
         "np.minimum.accumulate(np.minimum(rates, 1.0))",
         "np.array(rates, np.float64)",
         theory("test_a_draft_of_the_target_s_own_distribution_is_accepted_whole[standard]"),
@@ -64,24 +57,10 @@ MUTATIONS = (
     ),
     Mutation(
         _PREFIXES + "rates_given_text",
-        "log_rho = np.minimum(log_ratio, 0)",
-        "log_rho = log_ratio",
-        theory(f"{_TEXTS}[block]"),
-        "rho is not capped",
-    ),
-    Mutation(
-        _PREFIXES + "rates_given_text",
         'if method == "block":',
         "if True:",
         theory(f"{_TEXTS}[standard]"),
         "token by token is computed as a block",
-    ),
-    Mutation(
-        _PREFIXES + "rates_given_text",
-        "np.minimum(-log_ratio, 0)",
-        "np.minimum(log_ratio, 0)",
-        theory(f"{_TEXTS}[standard]"),
-        "a drafted token's rate is taken for that of a token of the text",
     ),
     Mutation(
         "specjax.theory.speed.best_k",
@@ -120,23 +99,9 @@ MUTATIONS = (
     ),
     Mutation(
         _TRANSPORT + "_all_inside",
-        "drawn[without] * weight / left[without]",
-        "drawn[without] * weight",
-        theory(f"{_PROGRAM}[4-2-False]"),
-        "what is left after a draw is not divided by its sum",
-    ),
-    Mutation(
-        _TRANSPORT + "_all_inside",
         "        pairs[:, 1] += pairs[:, 0]",
         "        pairs[:, 1] = np.maximum(pairs[:, 1], pairs[:, 0])",
         theory(f"{_PROGRAM}[5-2-False]"),
         "of the sets inside H the likeliest alone counts",
-    ),
-    Mutation(
-        "specjax.theory.coupling._match_probabilities",
-        "np.maximum(p / p[i], q / q[i])",
-        "np.minimum(p / p[i], q / q[i])",
-        theory("test_coupled_draws_match_as_often_as_both_levels_are_won_together[128-0]"),
-        "a token is said to win where it beats each other in p or in q",
     ),
 )

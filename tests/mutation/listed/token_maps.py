@@ -10,10 +10,8 @@ _PALLAS = "specjax.pallas."
 _VOCABULARY = "specjax.processing.draft_vocabulary.DraftVocabulary."
 _ORACLE = "test_a_mapped_draft_is_verified_as_the_oracle_verifies_a_scattered_one"
 _EQUAL = "test_with_carried_statistics_tokens_are_those_of_the_scattered_draft_bit_for_bit"
-_PAST = "test_ids_outside_the_vocabulary_that_only_a_device_knows_are_rejected_and_count"
 _PARAMETERS = "test_sampling_parameters_go_through_the_map"
 _UNKNOWN = "test_columns_that_the_grammar_does_not_know_are_not_allowed"
-_DEVICE_ID = "test_an_id_below_0_that_only_a_device_knows_is_a_token_that_no_vocabulary_holds"
 _DRAWN = "test_drafts_are_drawn_by_draft_ids_and_fed_back_as_target_ids"
 _COUPLED = "test_coupled_drafts_take_the_noise_of_the_target_s_ids"
 
@@ -27,13 +25,6 @@ MUTATIONS = (
     ),
     Mutation(
         f"{_CORE}invert_token_map",
-        "index = jnp.where(token_map < 0, jnp.int32(vocab_size), token_map)",
-        "index = token_map",
-        token_maps(f"{_PAST}[xla]"),
-        "a negative id of the map counts from the end of the vocabulary",
-    ),
-    Mutation(
-        f"{_CORE}invert_token_map",
         "none.at[index].min(",
         "none.at[index].set(",
         token_maps("test_the_lowest_draft_id_of_a_repeated_token_counts"),
@@ -41,24 +32,10 @@ MUTATIONS = (
     ),
     Mutation(
         "specjax.processing.grammar.allowed_columns",
-        " & (columns < grammar.token_classes.shape[0])",
-        "",
-        grammars(_UNKNOWN),
-        "columns at or past V are allowed by what stands after the last token's bit",
-    ),
-    Mutation(
-        "specjax.processing.grammar.allowed_columns",
         "(columns >= 0) & ",
         "",
         grammars(_UNKNOWN),
         "a negative id of a map is allowed by a bit that is counted from the end",
-    ),
-    Mutation(
-        f"{_CORE}map_draft_ids",
-        "return jnp.where(draft_ids < 0, jnp.int32(-1), ids)",
-        "return ids",
-        draft_vocabularies(_DEVICE_ID),
-        "what an invalid row has not drawn becomes a drafted token",
     ),
     Mutation(
         "specjax.samplers.reference.request._pad_ragged",
@@ -73,13 +50,6 @@ MUTATIONS = (
         "arrays.num_tokens[b]",
         ragged("test_a_request_with_more_than_the_most_drafts_has_its_first_verified[interpret-0]"),
         "in the kernels a request without a place for drafts has those of num_tokens",
-    ),
-    Mutation(
-        f"{_CORE}take_mapped",
-        "(ids >= 0) & (ids < values.shape[-1])",
-        "ids >= 0",
-        draft_vocabularies(_COUPLED),
-        "a token that the draft does not have gets the last logit",
     ),
     Mutation(
         f"{_CORE}map_draft_ids",

@@ -1,7 +1,7 @@
 """Wrong versions of acceptance, the residual, verification and recovery in plain JAX."""
 
 from ..mutation import Mutation
-from .tests import edges, laws, sampling, verify
+from .tests import edges, laws, verify
 
 __all__ = ["MUTATIONS"]
 
@@ -64,20 +64,6 @@ MUTATIONS = (
         "an inactive request is one without drafts",
     ),
     Mutation(
-        f"{_ACCEPTANCE}num_valid_drafts",
-        "jnp.minimum(jnp.clip(num_tokens, -1, k), first)",
-        "jnp.clip(num_tokens, -1, k)",
-        edges("test_minus_one_ends_the_drafts_like_num_tokens[xla-synthetic]"),
-        "a -1 among the ids counts only where no number of tokens is given",
-    ),
-    Mutation(
-        f"{_ACCEPTANCE}log_ratio",
-        "(target_logprob > -jnp.inf) & (draft_logprob > -jnp.inf)",
-        "target_logprob > -jnp.inf",
-        edges("test_a_token_the_draft_cannot_draw_is_rejected[xla-masked]"),
-        "a token that its draft could not have drawn is always kept",
-    ),
-    Mutation(
         f"{_ACCEPTANCE}log_ratio",
         "(target_logprob > -jnp.inf) & (draft_logprob > -jnp.inf)",
         "draft_logprob > -jnp.inf",
@@ -134,13 +120,6 @@ MUTATIONS = (
         "the last block, which is shorter, has no residual",
     ),
     Mutation(
-        f"{_RESIDUAL}residual_logprobs",
-        "draft_logprobs == -jnp.inf, target_logprobs, logprobs",
-        "draft_logprobs == -jnp.inf, logprobs, target_logprobs",
-        verify(_CALM),
-        "inside a block tokens are drawn by p",
-    ),
-    Mutation(
         "specjax.core.logsumexp.normalizer_from_statistics",
         **_ANCHOR,
         killed_by=edges(f"{_ONE_TOKEN}[xla-0.0001-8]"),
@@ -151,20 +130,6 @@ MUTATIONS = (
         killed_by=edges(f"{_ONE_TOKEN}[interpret-0.0001-8]"),
     ),
     Mutation(
-        "specjax.core.logsumexp.mask_below_cutoff",
-        "(x < ",
-        "(x <= ",
-        sampling("test_a_logit_at_the_cutoff_is_kept[xla]"),
-        "a logit at the cutoff is dropped",
-    ),
-    Mutation(
-        "specjax.core.logsumexp.row_statistics",
-        "jnp.isfinite(whole.sum) & jnp.isfinite(whole.max)",
-        "jnp.isfinite(whole.sum)",
-        edges("test_an_invalid_target_row_emits_nothing_from_there_on[xla-judged]"),
-        "a row of nothing but -inf is valid",
-    ),
-    Mutation(
         f"{_RECOVERY}emit",
         "bonus_logprob, -jnp.inf)",
         "bonus_logprob, 0.0)",
@@ -173,31 +138,10 @@ MUTATIONS = (
     ),
     Mutation(
         f"{_RECOVERY}emit",
-        "active & in_vocabulary & (num_accepted == request.num_tokens)",
-        "active & in_vocabulary",
-        edges("test_a_given_bonus_does_not_replace_a_recovered_token[xla]"),
-        "a bonus handed in replaces a recovered token",
-    ),
-    Mutation(
-        f"{_RECOVERY}emit",
-        "(bonus >= 0) & (bonus < rows.target.vocab_size)",
-        "bonus >= 0",
-        edges("test_a_given_bonus_outside_the_vocabulary_is_sampled_as_usual[xla-judged]"),
-        "an id that no vocabulary holds is emitted as a bonus",
-    ),
-    Mutation(
-        f"{_RECOVERY}emit",
         "emits |= is_given",
         "emits &= active",
         edges(f"{_GIVEN}[xla]"),
         "a bonus handed in asks that its row is valid",
-    ),
-    Mutation(
-        f"{_RECOVERY}is_active",
-        "(request.num_tokens >= 0) & parse_temperature(request.temperature).valid",
-        "request.num_tokens >= 0",
-        edges("test_an_invalid_temperature_emits_nothing[xla]"),
-        "a request of invalid temperature emits",
     ),
     Mutation(
         f"{_VERIFY}_accepts",
@@ -212,27 +156,6 @@ MUTATIONS = (
         "rows.address(0 * i, Stream",
         verify(_CALM),
         "every coin stands at the step's first position",
-    ),
-    Mutation(
-        f"{_VERIFY}_accepts",
-        "in_vocabulary & accept_synthetic",
-        "accept_synthetic",
-        edges(f"{_OUTSIDE}[xla-synthetic]"),
-        "synthetic acceptance keeps an id outside the vocabulary",
-    ),
-    Mutation(
-        f"{_VERIFY}_accept_prefix.judge",
-        "(index < request.num_tokens) & row.valid",
-        "index < request.num_tokens",
-        edges("test_an_invalid_target_row_emits_nothing_from_there_on[xla-synthetic]"),
-        "a drafted token is kept by an invalid row",
-    ),
-    Mutation(
-        f"{_VERIFY}_accept_prefix.judge",
-        "(index < request.num_tokens) & row.valid",
-        "(index <= request.num_tokens) & row.valid",
-        edges("test_the_shorter_of_num_tokens_and_minus_one_counts[xla]"),
-        "one more token is verified than was drafted",
     ),
     Mutation(
         "specjax.samplers.reference.verify._accept_prefix.judge",
@@ -254,27 +177,6 @@ MUTATIONS = (
         "Stream.draft(0)",
         verify(_CALM),
         "residual and draft share their noise",
-    ),
-    Mutation(
-        f"{_RECOVERY}next_token",
-        "jnp.where(sampled, jnp.float32(MIN_RESIDUAL_MASS), jnp.float32(0))",
-        "jnp.float32(MIN_RESIDUAL_MASS)",
-        edges("test_a_one_hot_draft_of_nearly_all_mass_is_left_out[xla]"),
-        "a one-hot draft that has nearly all mass is emitted again",
-    ),
-    Mutation(
-        f"{_RECOVERY}next_token",
-        "rejected & ~drafted.one_hot & ~temperature.greedy",
-        "rejected & ~temperature.greedy",
-        verify(_MIXED),
-        "the residual of a one-hot draft is that of a drawn one",
-    ),
-    Mutation(
-        f"{_RECOVERY}next_token.one_hot_logprobs",
-        "rejected & (index == drafted.token_id)",
-        "index == drafted.token_id",
-        edges("test_the_bonus_is_what_plain_sampling_draws_at_its_position[xla-judged]"),
-        "a bonus cannot be the last drafted token",
     ),
     Mutation(
         f"{_RECOVERY}next_token",
