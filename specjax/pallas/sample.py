@@ -46,6 +46,7 @@ __all__ = [
     "DrawnRow",
     "launch_draw",
     "load_row",
+    "reduce_rows",
     "sample_draw_kernel",
     "sample_reduce_kernel",
     "sample_rows",
@@ -85,24 +86,25 @@ def sample_rows(arrays: SampleArrays, options: CallOptions) -> Sample:
     """
     rows = arrays.logits.shape[:1]
     sample = Sample(output(rows, jnp.int32), output(rows), output(rows))
-    return launch_draw(sample_draw_kernel, arrays, sample, options)
+    operands = (arrays, reduce_rows(arrays, options))
+    return launch_draw(sample_draw_kernel, operands, sample, options)
 
 
 def launch_draw(
-    kernel: Callable[..., None], arrays: SampleArrays, outputs: Any, options: CallOptions
+    kernel: Callable[..., None], operands: DrawOperands, outputs: Any, options: CallOptions
 ) -> Any:
-    """Launches a kernel of one program per row after the reduction, and returns its outputs."""
+    """Launches a kernel of one program per row, and returns its outputs."""
     return launch(
         functools.partial(kernel, options=options),
-        (arrays, _reduce_rows(arrays, options)),
+        operands,
         outputs,
-        num_programs=arrays.logits.shape[0],
+        num_programs=operands[0].logits.shape[0],
         num_warps=options.implementation.config(KernelConfig).num_draw_warps,
         interpret=options.implementation.interpret,
     )
 
 
-def _reduce_rows(arrays: SampleArrays, options: CallOptions) -> _Reduced:
+def reduce_rows(arrays: SampleArrays, options: CallOptions) -> _Reduced:
     """Launches the reduction of rows, and returns the partials and Gumbels."""
     num_rows, vocab_size = arrays.logits.shape
     config = options.implementation.config(KernelConfig)

@@ -36,7 +36,7 @@ from specjax.devices.vocabulary_split import VocabularySplit
 from specjax.pallas.blocks import block_argmax
 from specjax.pallas.gumbel_max import Draw, draw_token
 from specjax.pallas.launch import output
-from specjax.pallas.sample import DrawOperands, launch_draw, load_row, sample_rows
+from specjax.pallas.sample import DrawOperands, launch_draw, load_row, reduce_rows, sample_rows
 from specjax.pallas.split.shared_rows import best_of_devices, first_token_of
 from specjax.types import Sample, Verification
 
@@ -72,7 +72,8 @@ def sample_split(arrays: SampleArrays, options: CallOptions, split: VocabularySp
     # All operands of a kernel must vary over the same axes.
     own = pvary_like(own, own)
     values = output((num_rows, len((_MAX, _SUM, _TOKEN, _LOGIT, _SCORE))))
-    proposals = launch_draw(split_sample_kernel, own, values, options)
+    operands = (own, reduce_rows(own, options))
+    proposals = launch_draw(split_sample_kernel, operands, values, options)
     gathered = jax.lax.all_gather(proposals, split.axis_name, to="invarying")
     return _choose(gathered, arrays.temperature)
 
