@@ -27,12 +27,7 @@ from specjax.decode.capacity import (
 )
 from specjax.decode.drafters import Drafter
 from specjax.decode.logprobs import check_logprobs_config
-from specjax.decode.options import (
-    PREFILL_CHUNK_SIZE,
-    LoopOptions,
-    StaticOptions,
-    StepOptions,
-)
+from specjax.decode.options import LoopOptions, StaticOptions, StepOptions, default_chunk_size
 from specjax.decode.state import RequestBatch, Settings
 from specjax.decode.target_step import vocabulary_size
 from specjax.implementation import Implementation, resolve_implementation
@@ -95,7 +90,7 @@ def check_arguments(
         k_by_rate=None if drafter is None else k_by_rate(config),
     )
     chunk_size = options.prefill_chunk_size
-    chunk_size = PREFILL_CHUNK_SIZE if chunk_size is None else chunk_size
+    chunk_size = default_chunk_size(size) if chunk_size is None else chunk_size
     why = "the tokens of a prompt that are read at once"
     chunk_size = check_count("prefill_chunk_size", chunk_size, 1, why)
     requests = RequestBatch(pad_prompt(prompt, max_length), lengths, settings)

@@ -14,10 +14,10 @@ from specjax.decode.adaptive_k import constant_k, k_by_rate, throughput_by_rate
 from specjax.decode.capacity import pad_eos
 from specjax.decode.drafters import Drafter, Models
 from specjax.decode.matchers import Matcher, new_masks
-from specjax.decode.options import LoopOptions, check_capacity
+from specjax.decode.options import LoopOptions, check_capacity, default_chunk_size
 from specjax.decode.request_batch import RequestArguments, check_arguments
 from specjax.decode.state import Settings
-from specjax.engine.programs import default_chunk_size, make_programs, warm_up
+from specjax.engine.programs import make_programs, warm_up
 from specjax.engine.queue import PromptGroup
 from specjax.engine.request import Request
 from specjax.engine.scheduler import Scheduler
@@ -51,7 +51,7 @@ class Engine:
       drafter: as in `generate`, or None. Ignored if adaptive K would always choose 0.
       num_slots: B, requests decoded at once, a Python int >= 1.
       options: `LoopOptions`. `max_length`, most tokens of a prompt and its text together, is
-        needed, >= 2. `prefill_chunk_size` None is 256 on a GPU, else 128. A CPU reads up to 16
+        needed, >= 2. `prefill_chunk_size` None is 512 on a GPU, else 128. A CPU reads up to 16
         waiting prompts together, a quarter of a chunk of each or more.
       sampling: `SamplingParams` of one request. Its fields are those that requests may set, and
         its values those of requests that do not. None is no field.

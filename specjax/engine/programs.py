@@ -16,7 +16,7 @@ import numpy as np
 
 from specjax.decode.capacity import format_bytes
 from specjax.decode.drafters import Models, reads_chunks
-from specjax.decode.options import PREFILL_CHUNK_SIZE, StepOptions
+from specjax.decode.options import StepOptions
 from specjax.decode.state import DecodeState, Settings
 from specjax.decode.target_step import vocabulary_size
 from specjax.engine import slots
@@ -25,7 +25,6 @@ from specjax.types import Model
 
 __all__ = [
     "Programs",
-    "default_chunk_size",
     "devices_of",
     "empty_chunk",
     "explain_slots_out_of_memory",
@@ -186,15 +185,6 @@ def _check_placement(target: Model) -> None:
             f"the target's mesh has {placement.round_up(1)} devices on its axis 'data'; an engine "
             "moves requests between slots and needs one: jax.make_mesh((1, N), ('data', 'model'))."
         )
-
-
-def default_chunk_size() -> int:
-    """Returns how many tokens of a prompt are read at once on this device.
-
-    An H200 reads 256 of them with 8B and 1B shapes in 12 to 18 ms, 128 in 9 to 13. A CPU reads
-    padding as slowly as tokens.
-    """
-    return 2 * PREFILL_CHUNK_SIZE if jax.default_backend() == "gpu" else PREFILL_CHUNK_SIZE
 
 
 def _choose_batch(

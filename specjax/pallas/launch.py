@@ -179,7 +179,9 @@ def _add_above(sums: jax.Array, x: jax.Array, pivots: jax.Array, weights: jax.Ar
     return inline_asm(ptx, "=f,f,f,f,f", sums, x, pivots, weights)
 
 
-def is_last_arrival(counter: Any, index: tuple[Any, ...], total: int, interpret: bool) -> jax.Array:
+def is_last_arrival(
+    counter: Any, index: tuple[Any, ...], total: int | jax.Array, interpret: bool
+) -> jax.Array:
     """Counts this program in and returns whether it is the last of `total` to arrive, bool[].
 
     All stores of the others before their arrivals are visible to the last program. Triton's

@@ -6,6 +6,7 @@ XLA runs that one operation.
 Axes: `B` requests, `T` tokens with padding, `E` hidden, `N` of a product, `Q` split-K parts.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -16,9 +17,10 @@ from specjax.implementation import Implementation
 from specjax.models.decoder.attention import attend
 from specjax.models.decoder.pallas.add_rms_norm import add_rms_norm
 from specjax.models.decoder.pallas.attention import decode_attention
-from specjax.models.decoder.pallas.matmul import fused_glu, split_k_matmul
+from specjax.models.decoder.pallas.matmul import fused_glu, glu_activation, split_k_matmul
 from specjax.models.decoder.pallas.request_qkv import QKVOperands
 from specjax.models.decoder.pallas.tilings import (
+    NUM_MULTIPROCESSORS,
     AttentionTiling,
     DecodeConfig,
     MatmulTiling,
@@ -40,6 +42,7 @@ __all__ = [
     "kernel_choice",
     "kv_tiling",
     "matmul",
+    "num_xla_parts",
     "product_tiling",
 ]
 
@@ -163,10 +166,31 @@ def matmul(
     """
     tiling = product_tiling(x, matrix, choice)
     if tiling is None:
+        if next_is_kernel and num_xla_parts(x, matrix) == 2:
+            return _halves(x, matrix)
         dtype = jnp.float32 if is_summed else None
         return jnp.matmul(x, matrix, preferred_element_type=dtype)[None]
     pdl = next_is_kernel and choice.supports_pdl
     return split_k_matmul(x, matrix, tiling=tiling, pdl=pdl, interpret=choice.interpret)
+
+
+def num_xla_parts(x: jax.Array, matrix: jax.Array) -> int:
+    """Returns 2 if a product in tiles of 128 x 128 leaves multiprocessors idle, else 1.
+
+    XLA would split such a product along K, too, and launch a kernel that adds the parts.
+    """
+    (*lead, size), width = x.shape, matrix.shape[1]
+    num_tiles = -(-math.prod(lead) // 128) * -(-width // 128)
+    return 2 if num_tiles < NUM_MULTIPROCESSORS and size % 256 == 0 else 1
+
+
+def _halves(x: jax.Array, matrix: jax.Array) -> jax.Array:
+    """Returns the products of both halves of the axis that is summed, f32[2, B, T, N]."""
+    (*lead, size), width = x.shape, matrix.shape[1]
+    rows = x.reshape(math.prod(lead), 2, size // 2)
+    matrix = matrix.reshape(2, size // 2, width)
+    parts = jnp.einsum("rqk,qkn->qrn", rows, matrix, preferred_element_type=jnp.float32)
+    return parts.reshape(2, *lead, width)
 
 
 def glu(
@@ -194,9 +218,13 @@ def glu(
     """
     tiling = product_tiling(x.rows, gate_up, choice, is_gated=True)
     if tiling is None:
-        y = PartialProduct((x.rows @ gate_up)[None], x.squares).reduce(norm)
-        gate, up = jnp.split(y, 2, axis=-1)
-        y = (activation(gate) * up).astype(x.rows.dtype)
+        y = glu_activation(
+            x.rows @ gate_up,
+            x.squares,
+            norm=norm,
+            activation=activation,
+            interpret=choice.interpret,
+        )
     else:
         # XLA's own product does not wait as a kernel of ours does.
         next_waits = product_tiling(x.rows, down, choice) is not None
@@ -290,9 +318,9 @@ def product_tiling(
     x: Any, matrix: Any, choice: KernelChoice, *, is_gated: bool = False
 ) -> MatmulTiling | None:
     """Returns the tiling of x @ matrix, of a gate's if `is_gated`; None if XLA multiplies."""
-    if x.dtype != matrix.dtype:
-        return None
     rows, (size, width) = x.shape[0] * x.shape[1], matrix.shape
+    if x.dtype != matrix.dtype or rows > choice.config.max_matmul_rows:
+        return None
     more = x.dtype.itemsize, choice.shared_memory_bytes
     if is_gated:
         return glu_tiling(rows, size, width // 2, *more)

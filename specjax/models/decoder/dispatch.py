@@ -5,6 +5,7 @@ The choice is made once per step. The plain step has no code for the kernels. Th
 """
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -16,8 +17,6 @@ from specjax.devices.placement import pvary_like
 from specjax.implementation import Implementation, choose_implementation, resolve_implementation
 
 __all__ = ["run_decoder", "run_layer", "run_product"]
-
-_MAX_ROWS = 64
 
 
 def run_decoder(
@@ -95,7 +94,8 @@ def run_product(
 
         return product(*operands)
 
-    return _choose(implementation, jnp.matmul, kernels, x.shape[:2], x, matrix)
+    num_rows = math.prod(x.shape[:2])
+    return _choose(implementation, jnp.matmul, kernels, num_rows, x, matrix)
 
 
 def _choose_step(
@@ -122,32 +122,28 @@ def _choose_step(
     def run_kernels(resolved: Implementation, state: Any, *operands: Any) -> Any:
         return kernels(resolved, nnx.merge(graph, state), *operands)
 
-    batch_and_tokens = operands[0].shape[:2]
-    return _choose(implementation, run_plain, run_kernels, batch_and_tokens, state, *operands)
+    num_rows = math.prod(operands[0].shape[:2])
+    return _choose(implementation, run_plain, run_kernels, num_rows, state, *operands)
 
 
 def _choose(
     implementation: str | Implementation | None,
     plain: Callable[..., Any],
     kernels: Callable[..., Any],
-    batch_and_tokens: tuple[int, ...],
+    num_rows: int,
     *operands: Any,
 ) -> Any:
     """Returns one of two functions of the operands; derivatives are those of the plain one.
-
-    More than 64 rows, such as a prompt, take the plain function. The kernels would read every
-    matrix again for each 64 rows.
 
     Args:
       implementation: None chooses at lowering; a name means that one.
       plain: from the operands.
       kernels: from the resolved implementation and the operands.
-      batch_and_tokens: (B, T), of the rows.
+      num_rows: B * T; without rows the plain function runs.
       *operands: pytrees of arrays.
     """
     resolved = resolve_implementation(implementation)
-    batch, tokens = batch_and_tokens
-    if resolved.name == "xla" or not 0 < batch * tokens <= _MAX_ROWS:
+    if resolved.name == "xla" or num_rows == 0:
         return plain(*operands)
     step = jax.custom_jvp(
         choose_implementation(resolved, plain, functools.partial(kernels, resolved))

@@ -250,9 +250,8 @@ def build(
       params: nested dict of arrays as another such model holds it. None draws
         random weights from `seed`.
       seed: of the random weights.
-      implementation: of a decode step, which has at most 64 rows: "xla", "triton", "interpret", an
-        `Implementation`, or None. None chooses the kernels on GPUs that have them. Longer inputs
-        are plain JAX.
+      implementation: of a step or a chunk: "xla", "triton", "interpret", an `Implementation`, or
+        None. None chooses the kernels on GPUs that have them. XLA multiplies more than 128 rows.
 
     Returns:
       `Model` whose functions are `functions(config, implementation)`.

@@ -15,9 +15,11 @@ from specjax.models import RopeScaling, TransformerConfig, build
 from specjax.models.decoder import attention
 from specjax.models.decoder import decode_ops as kernel_ops
 from specjax.models.decoder.layers import rms_norm
+from specjax.models.decoder.pallas.attention_kernels import num_active_splits
+from specjax.models.decoder.pallas.kv_split import VisibleBlocks
 from specjax.models.decoder.pallas.qkv import PreparedQKV, prepare_qkv_kernel
 from specjax.models.decoder.pallas.request_qkv import QKVOperands
-from specjax.models.decoder.pallas.tilings import DecodeConfig
+from specjax.models.decoder.pallas.tilings import DecodeConfig, attention_tiling
 from specjax.models.decoder.shared_math import AttentionSpec, NormSpec
 from specjax.pallas.launch import launch, output
 
@@ -389,6 +391,62 @@ def test_splits_of_a_cache_combine_to_one_softmax(parts, at_once, quick, kernels
     assert not jnp.any(found[:, 2]), "padding is not zero"
 
 
+def test_a_long_request_has_more_splits_and_its_bits_do_not_depend_on_the_others(kernels):
+    spec = AttentionSpec(0.3)
+    projected, cos_sin, cache = heads(5, 2, 2, 3, 16, 600)
+    places = [[598, 599], [62, 63], [0, -1], [-1, -1], [130, 129]]
+    positions = jnp.array(places, jnp.int32)
+    choices = {"prepares_in_attention": False, "num_kv_splits": 1, "blocks_per_split": 2}
+    ours = attend(kernels, spec, **choices)
+    tiling = attention_tiling(
+        positions.shape,
+        cache[0].shape,
+        num_padded_tokens=2,
+        queries_per_kv=3,
+        itemsize=4,
+        shared_memory_bytes=227 * 1024,
+        config=DecodeConfig(**choices),
+    )
+    blocks = [VisibleBlocks(jnp.int32(0), jnp.int32(n)) for n in (0, 1, 2, 3, 10)]
+    assert [int(num_active_splits(x, tiling)) for x in blocks] == [1, 1, 1, 2, 5]
+    found, written = ours(projected, cos_sin, positions, cache)
+    wanted, held = attend("xla", spec)(projected, cos_sin, positions, cache)
+    seen = (positions >= 0)[..., None]
+    close(jnp.where(seen, found, 0), jnp.where(seen, wanted, 0))
+    for entry, other in zip(written, held, strict=True):
+        close(entry, other)
+    others = positions.at[1:].set(jnp.array([[5, 6], [598, 599], [300, -1], [-1, -1]]))
+    found_anew, _ = ours(projected, cos_sin, others, cache)
+    np.testing.assert_array_equal(found_anew[0], found[0])
+
+
+@pytest.mark.parametrize(
+    ("limits", "shared", "splits"),
+    [((None, None), 7, 2), ((33, 3.0), 3, 1)],
+    ids=["all", "window and soft cap"],
+)
+def test_tokens_of_a_prompt_are_tiles_and_see_what_plain_jax_lets_them_see(
+    limits, shared, splits, kernels
+):
+    spec, head_dim = AttentionSpec(0.3, *limits), 16
+    norms = norms_of_heads(head_dim)
+    projected, cos_sin, cache = heads(2, 50, 2, shared, head_dim, 200, parts=2)
+    # A chunk after 120 tokens, and one with an end, of which two values are not finite.
+    positions = jnp.arange(50, dtype=jnp.int32)[None] + jnp.array([[120], [0]], jnp.int32)
+    positions = positions.at[1, 37:].set(-1)
+    values = projected.parts.reshape(2, 2, 50, -1, head_dim)
+    values = values.at[0, 0, 30, -1, 2].set(jnp.inf).at[0, 1, 36, -2, 0].set(jnp.nan)
+    projected = projected._replace(parts=values.reshape(projected.parts.shape))
+    operands = (projected, cos_sin, positions, cache)
+    wanted, held = attend("xla", spec, norms)(*operands)
+    found, written = attend(kernels, spec, norms, num_kv_splits=splits)(*operands)
+    seen = (positions >= 0)[..., None]
+    assert 0 < int(jnp.isnan(jnp.where(seen, wanted, 0)).sum()) < wanted.size // 3
+    close(jnp.where(seen, found, 0), jnp.where(seen, wanted, 0))
+    for entry, other in zip(written, held, strict=True):
+        close(entry, other)
+
+
 def test_splits_are_counted_from_zero_whatever_the_memory_held(kernels):
     batch, tokens, groups, shared, head_dim = 5, 2, 2, 3, 16
     projected, cos_sin, cache = heads(batch, tokens, groups, shared, head_dim, 200)
@@ -396,8 +454,8 @@ def test_splits_are_counted_from_zero_whatever_the_memory_held(kernels):
     parts = projected.parts.reshape(1, batch, tokens, -1, head_dim)
     cos, sin = (x[:, :, 0] for x in cos_sin)
     operands = QKVOperands(parts, projected.squares, cos, sin, positions, *cache)
-    # The interpreter begins integers at zero, which a GPU does not.
-    held = jnp.full((batch * groups,), 7, jnp.uint32)
+    # The interpreter begins integers at zero, which a GPU does not. Three tiles for each head.
+    held = jnp.full((batch * groups * 3,), 7, jnp.uint32)
 
     def kernel(references, out):
         prepare_qkv_kernel(references[0], out, norm=NORM, head_norm=None)
@@ -408,10 +466,9 @@ def test_splits_are_counted_from_zero_whatever_the_memory_held(kernels):
         PreparedQKV(
             output((batch, tokens, groups * shared, head_dim)),
             *cache,
-            output((batch, groups, tokens), jnp.int32),
             held,
         ),
-        num_programs=batch * groups * (shared + 2),
+        num_programs=batch * groups * (shared + 1),
         num_warps=4,
         interpret=kernels == "interpret",
     )

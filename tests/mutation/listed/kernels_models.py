@@ -12,6 +12,7 @@ _CROWD = few(f"{_ANYWHERE}[interpret-all-more requests]")
 _WINDOW = few(f"{_ANYWHERE}[interpret-window, soft cap and norms of heads-more requests]")
 _WINDOW_ALONE = few(f"{_ANYWHERE}[interpret-window, soft cap and norms of heads-few requests]")
 _UNSEEN = "test_what_a_row_does_not_see_is_not_in_it_and_what_it_sees_is_not_hidden"
+_TILES = "test_tokens_of_a_prompt_are_tiles_and_see_what_plain_jax_lets_them_see"
 _STEPS = "test_steps_through_the_kernels_are_those_of_plain_jax"
 _PARTS = "test_splits_of_a_cache_combine_to_one_softmax"
 _PRODUCT = products("test_parts_sum_to_the_product[(3, 4, 320, 160)-float32-interpret]")
@@ -40,7 +41,7 @@ MUTATIONS = (
         "a tap is one layer too early where kernels run",
     ),
     Mutation(
-        f"{_MODELS}kv_split._block_range",
+        f"{_MODELS}kv_split.visible_blocks",
         "num_slots - 1) + BLOCK_KV",
         "num_slots - 1) + BLOCK_KV - 1",
         _CROWD,
@@ -48,8 +49,8 @@ MUTATIONS = (
     ),
     Mutation(
         f"{_MODELS}attention_kernels.fused_attention_kernel",
-        "kv.attend(first_block, queries, positions, positions, spec)",
-        "kv.attend(first_block, queries, positions, [], spec)",
+        "kv.attend(first_block, queries, visible, positions, spec)",
+        "kv.attend(first_block, queries, visible, [], spec)",
         _ALONE,
         "a token that is fed is seen, and so is what its slot held",
     ),
@@ -61,11 +62,29 @@ MUTATIONS = (
         "values that are not finite are kept, and reach rows that do not see them",
     ),
     Mutation(
-        f"{_MODELS}attention_kernels.attention_kernel",
-        "state._replace(l_i=state.l_i + nan_rows)",
-        "state",
-        few(f"{_UNSEEN}[interpret-more requests]"),
-        "a row that sees a token without finite values is finite in the step that feeds it",
+        f"{_MODELS}combine.TileRows.of_tile",
+        "token + tile * tiling.tokens_per_tile",
+        "token",
+        few(f"{_TILES}[interpret-all]"),
+        "every tile of a prompt has the tokens of the first one",
+    ),
+    Mutation(
+        f"{_MODELS}attention_kernels.num_active_splits",
+        "num_blocks + (tiling.blocks_per_split - 1)",
+        "num_blocks",
+        few(
+            "test_a_long_request_has_more_splits_and_its_bits_do_not_depend_on_the_others[interpret]"
+        ),
+        "a request with blocks beyond those of its splits has no split for them",
+    ),
+    Mutation(
+        f"{_MODELS}matmul.glu_activation_kernel",
+        "gate * factor, up * factor",
+        "gate, up * factor",
+        products(
+            "test_products_of_more_rows_are_those_of_xla_in_parts_that_kernels_read[True-interpret]"
+        ),
+        "a gate is not divided by the norm of its row",
     ),
     Mutation(
         f"{_MODELS}kv_split.KVSplit.attend",
@@ -75,7 +94,7 @@ MUTATIONS = (
         "the first block is weighed twice",
     ),
     Mutation(
-        f"{_MODELS}kv_split._block_range",
+        f"{_MODELS}kv_split.visible_blocks",
         "lowest - (window - 1)",
         "lowest - (window - 2)",
         _WINDOW,
@@ -90,8 +109,8 @@ MUTATIONS = (
     ),
     Mutation(
         f"{_MODELS}attention._attention",
-        "num_programs=batch * (num_query_heads + 2 * num_kv_heads)",
-        "num_programs=batch * (num_query_heads + num_kv_heads)",
+        "num_programs=batch * num_token_tiles(num_tokens) * (num_query_heads + num_kv_heads)",
+        "num_programs=batch * num_token_tiles(num_tokens) * num_query_heads",
         _CROWD,
         "values of the last heads are not written into the cache",
     ),
@@ -159,9 +178,9 @@ MUTATIONS = (
         "sums of weights are put together without their peaks",
     ),
     Mutation(
-        f"{_MODELS}combine.store_output",
-        "(g * queries_per_kv + head_in_group)",
-        "(g + num_kv_heads * head)",
+        f"{_MODELS}combine.TileRows.of_tile",
+        "head + g * queries_per_kv",
+        "head * 2 + g",
         few(f"{_PARTS}[interpret-one split]"),
         "a key-value head's queries are taken to stand apart",
     ),
@@ -230,22 +249,15 @@ MUTATIONS = (
     ),
     Mutation(
         f"{_MODELS}qkv.prepare_qkv_kernel",
-        "qkv.value_halves(token, head, inside)",
-        "qkv.rotated_halves(token, head, inside, None)",
+        "qkv.value_halves(token, head + num_kv_heads, inside)",
+        "qkv.rotated_halves(token, head + num_kv_heads, inside, None)",
         _CROWD,
         "values are turned like keys",
     ),
     Mutation(
         f"{_MODELS}qkv.prepare_qkv_kernel",
-        "jnp.where(is_not_finite, -2 - flagged_position, flagged_position)",
-        "flagged_position",
-        few(f"{_UNSEEN}[interpret-more requests]"),
-        "keys do not tell that their values are not finite",
-    ),
-    Mutation(
-        f"{_MODELS}qkv.prepare_qkv_kernel",
-        "tuple(cache_entries(x, x)[1] for x in values)",
-        "tuple(values)",
+        "cache_entries(key.astype(out.keys.dtype), value.astype(out.values.dtype))",
+        "(key.astype(out.keys.dtype), value.astype(out.values.dtype))",
         few(f"{_UNSEEN}[interpret-more requests]"),
         "values that are not finite are kept, and reach rows that do not see them",
     ),
@@ -258,8 +270,8 @@ MUTATIONS = (
     ),
     Mutation(
         f"{_MODELS}qkv.prepare_qkv_kernel",
-        "head - num_query_heads] = jnp.uint32(0)",
-        "head - num_query_heads] += jnp.uint32(0)",
+        "(index < num_counters) & (tile_in_request == 0)",
+        "index < 0",
         few("test_splits_are_counted_from_zero_whatever_the_memory_held[interpret]"),
         "parts are counted from what the memory held",
     ),

@@ -1,4 +1,4 @@
-"""Triton kernels of a decode step: at most 64 rows through a layer's products, attention and norms.
+"""Triton kernels of a step or a chunk of a prompt: a layer's products, attention and norms.
 
 A layer of B >= 4 requests is eight launches, or nine where `combine_kernel` follows, in this order:
 
@@ -11,8 +11,9 @@ A layer of B >= 4 requests is eight launches, or nine where `combine_kernel` fol
     fused_glu_kernel       activation(gate) * up                          (matmul.py)
     split_k_matmul_kernel  down projection as split-K parts               (matmul.py)
 
-With B < 4, `fused_attention_kernel` and `combine_kernel` (combine.py) replace `prepare_qkv_kernel`
-and `attention_kernel`.
+With B < 4 and few tokens, `fused_attention_kernel` and `combine_kernel` (combine.py) replace
+`prepare_qkv_kernel` and `attention_kernel`. XLA multiplies more than 128 rows, and
+`glu_activation_kernel` (matmul.py) follows its product with gate and up.
 Open `attention.py` first for the order of launches, then `online_softmax.py` for the formula.
 `kv_split.py` has the slots that a program of attention reads, `tilings.py` the sizes.
 

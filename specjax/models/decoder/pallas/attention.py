@@ -1,12 +1,12 @@
-"""Attention of a few tokens to a cache: the launches and their numbers of programs.
+"""Attention of new tokens to a cache: the launches and their numbers of programs.
 
-B < 4 (fused): each program prepares the queries that it reads, and a second launch combines the
-splits of the cache.
+Few tokens of B < 4 requests (fused): each program prepares the queries that it reads, and a second
+launch combines the splits of the cache.
 
     fused_attention_kernel  ->  combine_kernel
 
-B >= 4: a first launch prepares queries, keys and values once. In the second launch the last program
-of a key-value head combines that head's splits, unless that takes longer than a launch.
+Else a first launch prepares queries, keys and values once. In the second launch the last program
+of a tile combines its splits, unless that takes longer than a launch.
 
     prepare_qkv_kernel  ->  attention_kernel  (->  combine_kernel)
 
@@ -28,7 +28,7 @@ from specjax.models.decoder.pallas.attention_kernels import (
     fused_attention_kernel,
 )
 from specjax.models.decoder.pallas.combine import PartialSoftmax, combine_kernel
-from specjax.models.decoder.pallas.qkv import PreparedQKV, prepare_qkv_kernel
+from specjax.models.decoder.pallas.qkv import PreparedQKV, num_token_tiles, prepare_qkv_kernel
 from specjax.models.decoder.pallas.request_qkv import QKVOperands
 from specjax.models.decoder.pallas.tilings import AttentionTiling
 from specjax.models.decoder.shared_math import AttentionSpec, NormSpec
@@ -71,7 +71,11 @@ def decode_attention(
     batch, num_padded_tokens, num_query_heads, _ = y_shape.shape
     if y is None:
         y = launch(
-            functools.partial(combine_kernel, num_tokens=operands.positions.shape[1]),
+            functools.partial(
+                combine_kernel,
+                num_tokens=operands.positions.shape[1],
+                num_kv_heads=operands.keys.shape[1],
+            ),
             partials,
             _Output(y_shape),
             num_programs=batch * num_padded_tokens * num_query_heads,
@@ -96,7 +100,7 @@ def _fused_attention(
         functools.partial(fused_attention_kernel, spec=spec, norm=norm, head_norm=head_norm),
         operands,
         FusedOutputs(
-            _partials_shape(operands, num_partials, tiling.num_rows),
+            _partials_shape(operands, num_partials, tiling),
             keys,
             values,
         ),
@@ -122,7 +126,7 @@ def _attention(
     """
     keys, values, y_shape = operands.keys, operands.values, _output_shape(operands)
     (batch, num_kv_heads, _, head_dim), num_tokens = keys.shape, operands.positions.shape[1]
-    num_request_kv_heads, num_query_heads = batch * num_kv_heads, y_shape.shape[2]
+    num_tiles, num_query_heads = batch * num_kv_heads * tiling.num_tiles, y_shape.shape[2]
     prepared = launch(
         functools.partial(prepare_qkv_kernel, norm=norm, head_norm=head_norm),
         operands,
@@ -130,10 +134,9 @@ def _attention(
             output((batch, num_tokens, num_query_heads, head_dim), keys.dtype),
             keys,
             values,
-            output((batch, num_kv_heads, num_tokens), jnp.int32),
-            output((num_request_kv_heads,), jnp.uint32),
+            output((num_tiles,), jnp.uint32),
         ),
-        num_programs=batch * (num_query_heads + 2 * num_kv_heads),
+        num_programs=batch * num_token_tiles(num_tokens) * (num_query_heads + num_kv_heads),
         num_warps=4,
         interpret=interpret,
     )
@@ -141,28 +144,30 @@ def _attention(
         functools.partial(attention_kernel, spec=spec, tiling=tiling, interpret=interpret),
         AttentionOperands(
             prepared.queries,
-            prepared.flagged_positions,
+            operands.positions,
             prepared.keys,
             prepared.values,
             prepared.counters,
         ),
         AttentionOutputs(
-            _partials_shape(operands, tiling.num_splits, tiling.num_rows),
+            _partials_shape(operands, tiling.num_splits, tiling),
             y_shape if tiling.combines_in_attention else None,
-            prepared.keys,
             prepared.counters,
         ),
-        num_programs=num_request_kv_heads * tiling.num_splits,
+        num_programs=num_tiles * tiling.num_splits,
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,
         interpret=interpret,
     )
-    return results.partials, results.y, (results.keys, prepared.values)
+    return results.partials, results.y, (prepared.keys, prepared.values)
 
 
-def _partials_shape(operands: QKVOperands, num_partials: int, num_rows: int) -> PartialSoftmax:
+def _partials_shape(
+    operands: QKVOperands, num_partials: int, tiling: AttentionTiling
+) -> PartialSoftmax:
     batch, num_kv_heads, _, head_dim = operands.keys.shape
-    lead = (batch * num_kv_heads, num_partials, num_rows)
+    num_tiles = 1 if tiling.prepares_in_attention else tiling.num_tiles
+    lead = (batch * num_kv_heads * num_tiles, num_partials, tiling.num_rows)
     return PartialSoftmax(output((*lead, head_dim)), output(lead), output(lead))
 
 

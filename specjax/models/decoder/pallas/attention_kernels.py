@@ -1,10 +1,10 @@
 """Flash-decoding: attention of a few tokens to a cache, one program per split of its slots.
 
 A split stores an online softmax (m_i, l_i, acc), and `combine` merges the splits. The rows of a
-program's tile are the query heads of one key-value head, for every token. So a key is loaded once
-for all of them. A program belongs to one key-value head of one request,
-`request_kv_head` = b * G + g. Axes as in `attention`; `M` rows of a tile,
-token after token; `N` keys of a block; `P` splits.
+program's tile are the query heads of one key-value head, for some or all tokens. So a key is
+loaded once for all of them. A program belongs to one key-value head of one request,
+`request_kv_head` = b * G + g. Axes as in `attention`; `M` rows of a tile, token after token; `C`
+tiles; `N` keys of a block; `P` splits.
 
 References:
   Dao et al., 2022, arXiv:2205.14135: FlashAttention.
@@ -22,12 +22,13 @@ from jax.experimental.pallas import triton as plgpu
 from specjax.models.decoder.pallas import online_softmax
 from specjax.models.decoder.pallas.combine import (
     PartialSoftmax,
+    TileRows,
     combine,
     store_output,
     store_partial,
 )
-from specjax.models.decoder.pallas.kv_split import KVSplit
-from specjax.models.decoder.pallas.online_softmax import Queries
+from specjax.models.decoder.pallas.kv_split import KVSplit, VisibleBlocks, visible_blocks
+from specjax.models.decoder.pallas.online_softmax import OnlineSoftmax, Queries
 from specjax.models.decoder.pallas.request_qkv import (
     QKVOperands,
     RequestQKV,
@@ -41,11 +42,10 @@ from specjax.models.decoder.shared_math import (
     AttentionSpec,
     NormSpec,
     cache_entries,
-    is_visible,
     last_visible,
 )
 from specjax.pallas.kernel_config import next_power_of_2
-from specjax.pallas.launch import cond_or, divmod_i32, is_last_arrival
+from specjax.pallas.launch import divmod_i32, is_last_arrival
 
 __all__ = [
     "AttentionOperands",
@@ -53,6 +53,7 @@ __all__ = [
     "FusedOutputs",
     "attention_kernel",
     "fused_attention_kernel",
+    "num_active_splits",
 ]
 
 
@@ -71,19 +72,18 @@ class FusedOutputs(NamedTuple):
 
 
 class AttentionOperands(NamedTuple):
-    """References that `attention_kernel` reads, as `PreparedQKV` describes them.
+    """References that `attention_kernel` reads.
 
     Attributes:
-      queries: [B, T, H, D].
-      flagged_positions: i32[B, G, T], the position p of each token, -1 for none; flagged, as -2 -
-        p, if its value is not finite.
+      queries: [B, T, H, D], rotated.
+      positions: i32[B, T], -1 for no token.
       keys: [B, G, S, D], with those of the tokens.
       values: [B, G, S, D], with those of the tokens.
-      counters: u32[B * G], zeros.
+      counters: u32[B * G * C], zeros.
     """
 
     queries: Any
-    flagged_positions: Any
+    positions: Any
     keys: Any
     values: Any
     counters: Any
@@ -93,15 +93,14 @@ class AttentionOutputs(NamedTuple):
     """Results of `attention_kernel`.
 
     Attributes:
-      partials: of P splits; not written if P is 1 and `y` is given.
+      partials: of at most P splits; not written where one split has a tile's whole cache, and `y`
+        is given.
       y: [B, T', H, D], zeros from T on; None if `combine_kernel` is to write it.
-      keys: [B, G, S, D], the cache, updated in place; NaN where a value was not finite.
-      counters: u32[B * G], how many splits are stored; unused without `y`.
+      counters: u32[B * G * C], how many splits are stored; unused without `y`.
     """
 
     partials: PartialSoftmax
     y: Any
-    keys: Any
     counters: Any
 
 
@@ -185,7 +184,11 @@ def fused_attention_kernel(
 
     @pl.when(split < num_splits)
     def _() -> None:
-        state = kv.attend(first_block, queries, positions, positions, spec)
+        highest = functools.reduce(jnp.maximum, positions)
+        held = [jnp.where(position < 0, jnp.int32(num_slots), position) for position in positions]
+        lowest = functools.reduce(jnp.minimum, held)
+        visible = visible_blocks(lowest, highest, num_slots, spec.window)
+        state = kv.attend(first_block, queries, visible, positions, spec)
         store_partial(out.partials, request_kv_head, split, state, is_row)
 
 
@@ -197,101 +200,98 @@ def attention_kernel(
     tiling: AttentionTiling,
     interpret: bool,
 ) -> None:
-    """Writes (m_i, l_i, acc) of a split of a cache; a key-value head's last program combines them.
+    """Writes attention of a tile of queries to a cache, or (m_i, l_i, acc) of one of its splits.
 
     Formula: s = scale * <q, k>, capped by c tanh(s / c). Over the slots that a row attends to,
     m_i = max s, l_i = sum e^(s - m_i), acc = sum e^(s - m_i) v. Then as in `combine`.
-    Grid: B * G * P programs of 2 or 4 warps; one owns every P-th block of 64 slots of a
-    key-value head.
-    Bytes per key-value head: each block of slots that a token attends to once, at most
-    2 S D * itemsize. The queries P times, from the L2 cache. Written: P * M * (D + 2) * 4, which
-    the last program reads, and the output; the output alone if P is 1.
-    Why splits: B * G programs alone would leave multiprocessors idle. At most about two per
-    multiprocessor, and at most 32 splits, are launched (`tilings.num_kv_splits`).
+    Grid: B * G * C * P programs of 2 to 8 warps. A tile is `tokens_per_tile` tokens of a request
+    with the query heads of a key-value head; C tiles hold all tokens. One program owns every P_b-th
+    block of 64 slots for a tile. P_b <= P follows from the tile's last position alone
+    (`num_active_splits`), so that a long request among short ones has more splits. A program from
+    P_b on ends at once.
+    Bytes per tile: each block of slots that a token attends to once, at most 2 S D * itemsize. The
+    queries P_b times, from the L2 cache. If P_b > 1, P_b * M * (D + 2) * 4 are written, and read by
+    the last program. The output is written once.
+    Why splits: B * G * C programs alone would leave multiprocessors idle, or wait for the longest
+    request (`tilings.num_kv_splits`).
     Memory order: `prepare_qkv_kernel` has ended, so the new tokens have their slots. A program
-    stores its state, then adds 1 to the counter of its key-value head. The addition releases its
-    stores and acquires those of earlier additions. The program that reads P - 1 is the last.
-    Without `y` no program counts, and `combine_kernel` follows.
+    stores its state, then adds 1 to the counter of its tile. The addition releases its stores and
+    acquires those of earlier additions. The program that reads P_b - 1 is the last. Without `y` no
+    program counts, P_b is P, and `combine_kernel` follows.
 
     Args:
       operands: references.
-      out: references; `keys` and `counters` are those of `operands`.
+      out: references; `counters` is that of `operands`.
       spec: scale, window and soft cap.
-      tiling: `num_register_splits` is used.
+      tiling: sizes of tiles, and numbers of splits.
       interpret: whether this runs in Pallas' interpreter.
     """
-    num_kv_heads, _, head_dim = operands.keys.shape[1:]
-    num_tokens, num_splits = operands.flagged_positions.shape[2], out.partials.m_i.shape[1]
+    num_kv_heads, num_slots, head_dim = operands.keys.shape[1:]
+    num_tokens, num_splits = operands.positions.shape[1], tiling.num_splits
     queries_per_kv = operands.queries.shape[2] // num_kv_heads
-    request_kv_head, split = divmod_i32(pl.program_id(0), num_splits)
+    tile, split = divmod_i32(pl.program_id(0), num_splits)
+    request_kv_head, tile_in_head = divmod_i32(tile, tiling.num_tiles)
     b, g = divmod_i32(request_kv_head, num_kv_heads)
     dim = jax.lax.iota(jnp.int32, pad_to_mma(head_dim))
-    kv = KVSplit(operands.keys, operands.values, b, g, split, num_splits)
-    row = jax.lax.iota(jnp.int32, out.partials.m_i.shape[2])
-    token, head_in_group = divmod_i32(row, queries_per_kv)
-    is_row = token < num_tokens
-    flagged_positions = [operands.flagged_positions[b, g, t] for t in range(num_tokens)]
-    # The position p, -2 - p if a value is not finite, or -1 for no token.
-    positions = [jnp.maximum(flagged, -2 - flagged) for flagged in flagged_positions]
-    mask = row_mask(is_row, dim, head_dim)
-    rows = load_rows(operands.queries, (b, token, g * queries_per_kv + head_in_group), dim, mask)
-    last = last_visible(positions, spec)
-    queries = Queries(rows, select_by_token(token, last, jnp.int32(-1)))
-    state = kv.attend(None, queries, positions, [], spec)
-    # Every program of a key-value head does this: a NaN row is NaN in every split.
-    nan_rows = _store_nan_keys(flagged_positions, queries, out.keys, b, g, spec)
-    state = state._replace(l_i=state.l_i + nan_rows)
+    rows = TileRows.of_tile(tile_in_head, g, queries_per_kv, tiling)
+    is_row = rows.is_row & (rows.token < num_tokens)
+    position = _load_positions(operands.positions, b, rows.token, is_row)
+    highest = jnp.max(position)
+    if not spec.is_causal:
+        token = jax.lax.iota(jnp.int32, next_power_of_2(num_tokens))
+        highest = jnp.max(_load_positions(operands.positions, b, token, token < num_tokens))
+    lowest = jnp.min(jnp.where(position < 0, jnp.int32(num_slots), position))
+    visible = visible_blocks(lowest, highest, num_slots, spec.window)
+
+    def attend(num_splits: int | jax.Array) -> OnlineSoftmax:
+        mask = row_mask(is_row, dim, head_dim)
+        heads = load_rows(operands.queries, (b, rows.token, rows.head), dim, mask)
+        last = position if spec.is_causal else jnp.where(position < 0, position, highest)
+        kv = KVSplit(operands.keys, operands.values, b, g, split, num_splits)
+        return kv.attend(None, Queries(heads, last), visible, [], spec)
+
     if out.y is None:
-        store_partial(out.partials, request_kv_head, split, state, is_row)
-    elif num_splits == 1:
-        store_output(out.y, b, g, num_kv_heads, state)
-    else:
-        store_partial(out.partials, request_kv_head, split, state, is_row)
+        store_partial(out.partials, tile, split, attend(num_splits), is_row)
+        return
+    if num_splits == 1:
+        store_output(out.y, b, rows, attend(1))
+        return
+    num_active = num_active_splits(visible, tiling)
 
-        @pl.when(is_last_arrival(out.counters, (request_kv_head,), num_splits, interpret))
+    @pl.when(split < num_active)
+    def _() -> None:
+        state = attend(num_active)
+
+        @pl.when(num_active == 1)
         def _() -> None:
-            state = combine(out.partials, request_kv_head, is_row, tiling.num_register_splits)
-            store_output(out.y, b, g, num_kv_heads, state)
+            store_output(out.y, b, rows, state)
+
+        @pl.when(num_active > 1)
+        def _() -> None:
+            store_partial(out.partials, tile, split, state, is_row)
+
+            @pl.when(is_last_arrival(out.counters, (tile,), num_active, interpret))
+            def _() -> None:
+                at_once = tiling.num_register_splits
+                store_output(
+                    out.y, b, rows, combine(out.partials, tile, is_row, num_active, at_once)
+                )
 
 
-def _store_nan_keys(
-    flagged_positions: list[jax.Array],
-    queries: Queries,
-    keys: Any,
-    b: jax.Array,
-    g: jax.Array,
-    spec: AttentionSpec,
-) -> jax.Array:
-    """Makes keys of flagged tokens NaN; returns f32[M], NaN for rows that attend to one, else 0.
+def num_active_splits(visible: VisibleBlocks, tiling: AttentionTiling) -> jax.Array:
+    """Returns P_b i32[], the splits of a tile with these visible blocks, at least 1.
 
-    The stored NaN is for later steps. Another program may read such a key before or after the
-    store. In either case the returned NaN makes a row that attends to it NaN, and no other row
-    depends on it.
+    The blocks of a request alone decide, so that its results do not depend on other requests.
 
     Args:
-      flagged_positions: i32[] each, of `PreparedQKV`, of one request's key-value head.
-      queries: the rows.
-      keys: [B, G, S, D], of the cache.
-      b: i32[], the request.
-      g: i32[], the key-value head.
-      spec: its window decides the slots that a row attends to.
+      visible: blocks that the tile's rows attend to.
+      tiling: `even_splits`, `blocks_per_split` and `num_splits` are used.
     """
-    num_slots, head_dim = keys.shape[2:]
+    num_blocks = visible.end - visible.start
+    wanted, _ = divmod_i32(num_blocks + (tiling.blocks_per_split - 1), tiling.blocks_per_split)
+    wanted = jnp.minimum(jnp.maximum(wanted, tiling.even_splits), tiling.num_splits)
+    return jnp.maximum(jnp.minimum(wanted, num_blocks), 1)
 
-    def store_nan() -> jax.Array:
-        # The slot of a token with a value that is not finite; negative for other tokens.
-        flagged_slots = [
-            jnp.where(flagged >= -1 - num_slots, -2 - flagged, jnp.int32(-1))
-            for flagged in flagged_positions
-        ]
-        token = jax.lax.iota(jnp.int32, next_power_of_2(len(flagged_positions)))
-        dim = jax.lax.iota(jnp.int32, next_power_of_2(head_dim))
-        slot = select_by_token(token, flagged_slots, jnp.int32(-1))
-        mask = row_mask(slot >= 0, dim, head_dim)
-        nan = jnp.full(mask.shape, jnp.nan, keys.dtype)
-        plgpu.store(keys.at[b, g, slot[:, None], dim[None]], nan, mask=mask)
-        visible = [is_visible(queries.position, slot, spec.window) for slot in flagged_slots]
-        return jnp.where(functools.reduce(jnp.logical_or, visible), jnp.float32(jnp.nan), 0.0)
 
-    has_flag = functools.reduce(jnp.minimum, flagged_positions) < -1
-    return cond_or(has_flag, store_nan, jnp.zeros(queries.position.shape, jnp.float32))
+def _load_positions(reference: Any, b: jax.Array, token: jax.Array, mask: jax.Array) -> jax.Array:
+    return plgpu.load(reference.at[b, token], mask=mask, other=jnp.int32(-1))

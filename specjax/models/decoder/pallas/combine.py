@@ -12,7 +12,6 @@ References:
 """
 
 import functools
-import math
 from typing import Any, NamedTuple
 
 import jax
@@ -22,11 +21,42 @@ from jax.experimental.pallas import triton as plgpu
 
 from specjax.models.decoder.pallas.online_softmax import OnlineSoftmax, init
 from specjax.models.decoder.pallas.request_qkv import load_rows, row_mask
-from specjax.models.decoder.pallas.tilings import pad_to_mma
+from specjax.models.decoder.pallas.tilings import AttentionTiling, pad_to_mma
 from specjax.pallas.kernel_config import next_power_of_2
 from specjax.pallas.launch import divmod_i32
 
-__all__ = ["PartialSoftmax", "combine", "combine_kernel", "store_output", "store_partial"]
+__all__ = [
+    "PartialSoftmax",
+    "TileRows",
+    "combine",
+    "combine_kernel",
+    "store_output",
+    "store_partial",
+]
+
+
+class TileRows(NamedTuple):
+    """Rows of a tile: the query heads of one key-value head, token after token.
+
+    Attributes:
+      token: i32[M].
+      head: i32[M], of the queries.
+      is_row: bool[M], False for padding of the tile.
+    """
+
+    token: jax.Array
+    head: jax.Array
+    is_row: jax.Array
+
+    @classmethod
+    def of_tile(
+        cls, tile: jax.Array, g: jax.Array, queries_per_kv: int, tiling: AttentionTiling
+    ) -> "TileRows":
+        """Returns the rows of a tile of key-value head g."""
+        row = jax.lax.iota(jnp.int32, tiling.num_rows)
+        token, head = divmod_i32(row, queries_per_kv)
+        is_row = token < tiling.tokens_per_tile
+        return cls(token + tile * tiling.tokens_per_tile, head + g * queries_per_kv, is_row)
 
 
 class PartialSoftmax(NamedTuple):
@@ -35,9 +65,9 @@ class PartialSoftmax(NamedTuple):
     `P'` is P, or P + 1 after `fused_attention_kernel`, whose last split is of the new tokens.
 
     Attributes:
-      acc: f32[B * G, P', M, D]; not written for rows of padding.
-      m_i: f32[B * G, P', M].
-      l_i: f32[B * G, P', M].
+      acc: f32[B * G * C, P', M, D]; not written for rows of padding.
+      m_i: f32[B * G * C, P', M].
+      l_i: f32[B * G * C, P', M].
     """
 
     acc: Any
@@ -47,7 +77,7 @@ class PartialSoftmax(NamedTuple):
 
 def store_partial(
     partials: PartialSoftmax,
-    request_kv_head: jax.Array,
+    tile: jax.Array,
     split: jax.Array,
     state: OnlineSoftmax,
     is_row: jax.Array,
@@ -56,46 +86,50 @@ def store_partial(
 
     Args:
       partials: references.
-      request_kv_head: i32[], a request's key-value head: b * G + g.
+      tile: i32[], of all tiles: (b * G + g) * C + its number in the key-value head.
       split: i32[].
       state: of M rows.
       is_row: bool[M], False for padding.
     """
     num_rows, num_dims = state.acc.shape
     row, dim = jax.lax.iota(jnp.int32, num_rows), jax.lax.iota(jnp.int32, num_dims)
-    plgpu.store(partials.m_i.at[request_kv_head, split, row], state.m_i)
-    plgpu.store(partials.l_i.at[request_kv_head, split, row], state.l_i)
+    plgpu.store(partials.m_i.at[tile, split, row], state.m_i)
+    plgpu.store(partials.l_i.at[tile, split, row], state.l_i)
     mask = row_mask(is_row, dim, partials.acc.shape[3])
-    plgpu.store(
-        partials.acc.at[request_kv_head, split, row[:, None], dim[None]], state.acc, mask=mask
-    )
+    plgpu.store(partials.acc.at[tile, split, row[:, None], dim[None]], state.acc, mask=mask)
 
 
 def combine(
     partials: PartialSoftmax,
-    request_kv_head: jax.Array,
+    tile: jax.Array,
     is_row: jax.Array,
+    num_active: jax.Array,
     num_register_splits: int,
 ) -> OnlineSoftmax:
-    """Returns the state of rows over all splits; rows of padding have none.
+    """Returns the state of rows over the splits of a tile; rows of padding have none.
 
     Args:
-      partials: references, which all splits of the key-value head have stored.
-      request_kv_head: i32[], a request's key-value head: b * G + g.
+      partials: references; the tile's splits have stored theirs.
+      tile: as in `store_partial`.
       is_row: bool[M], False for padding.
+      num_active: i32[], number of splits of the tile.
       num_register_splits: number of splits loaded at a time.
     """
     num_partials, num_rows, head_dim = partials.acc.shape[1:]
     num_dims = pad_to_mma(head_dim)
     row, dim = jax.lax.iota(jnp.int32, num_rows), jax.lax.iota(jnp.int32, num_dims)
-    mask = row_mask(is_row, dim, head_dim)
     # Loads of one iteration do not wait for one another.
-    splits_per_step = math.gcd(num_partials, num_register_splits)
+    splits_per_step = min(num_partials, num_register_splits)
 
     def load(split: jax.Array) -> OnlineSoftmax:
-        at = (request_kv_head, split, row)
-        m_i, l_i = _load(partials.m_i, at, is_row, -jnp.inf), _load(partials.l_i, at, is_row, 0)
-        return OnlineSoftmax(m_i, l_i, load_rows(partials.acc, at, dim, mask))
+        at, is_stored = (tile, split, row), is_row & (split < num_active)
+        m_i, l_i = (
+            _load(partials.m_i, at, is_stored, -jnp.inf),
+            _load(partials.l_i, at, is_stored, 0),
+        )
+        return OnlineSoftmax(
+            m_i, l_i, load_rows(partials.acc, at, dim, row_mask(is_stored, dim, head_dim))
+        )
 
     def add(i: jax.Array, state: OnlineSoftmax) -> OnlineSoftmax:
         states = [state, *(load(i * splits_per_step + k) for k in range(splits_per_step))]
@@ -106,34 +140,30 @@ def combine(
         acc = [each.acc * weight[:, None] for each, weight in pairs]
         return OnlineSoftmax(m, functools.reduce(jnp.add, l_i), functools.reduce(jnp.add, acc))
 
-    num_steps = jnp.int32(num_partials // splits_per_step)
+    num_steps, _ = divmod_i32(num_active + (splits_per_step - 1), splits_per_step)
     return jax.lax.fori_loop(jnp.int32(0), num_steps, add, init(num_rows, num_dims))
 
 
-def store_output(
-    y: Any, b: jax.Array, g: jax.Array, num_kv_heads: int, state: OnlineSoftmax
-) -> None:
-    """Stores acc / l_i of a key-value head's rows: 0 for rows that attend to nothing, NaN for NaN.
+def store_output(y: Any, b: jax.Array, rows: TileRows, state: OnlineSoftmax) -> None:
+    """Stores acc / l_i of a tile's rows: 0 for rows that attend to nothing, NaN for NaN.
 
     Args:
       y: reference [B, T', H, D].
       b: i32[], the request.
-      g: i32[], the key-value head.
-      num_kv_heads: G.
-      state: of M rows, token after token.
+      rows: of the tile.
+      state: of the M rows.
     """
-    num_padded_tokens, num_query_heads, head_dim = y.shape[1:]
-    num_rows, num_dims = state.acc.shape
-    queries_per_kv = num_query_heads // num_kv_heads
-    dim = jax.lax.iota(jnp.int32, num_dims)
-    token, head_in_group = divmod_i32(jax.lax.iota(jnp.int32, num_rows), queries_per_kv)
+    num_padded_tokens, _, head_dim = y.shape[1:]
+    dim = jax.lax.iota(jnp.int32, state.acc.shape[1])
     values = state.acc / jnp.where(state.l_i == 0, 1.0, state.l_i)[:, None]
-    at = (b, token[:, None], (g * queries_per_kv + head_in_group)[:, None], dim[None])
-    mask = row_mask(token < num_padded_tokens, dim, head_dim)
+    at = (b, rows.token[:, None], rows.head[:, None], dim[None])
+    mask = row_mask(rows.is_row & (rows.token < num_padded_tokens), dim, head_dim)
     plgpu.store(y.at[at], values.astype(y.dtype), mask=mask)
 
 
-def combine_kernel(partials: PartialSoftmax, out: Any, *, num_tokens: int) -> None:
+def combine_kernel(
+    partials: PartialSoftmax, out: Any, *, num_tokens: int, num_kv_heads: int
+) -> None:
     """Writes o = sum_p exp(m_p - m) acc_p / sum_p exp(m_p - m) l_p for one query head of one token.
 
     Grid: B * T' * H programs of one warp. A program holds the states of its row, [P', D], at once.
@@ -147,10 +177,10 @@ def combine_kernel(partials: PartialSoftmax, out: Any, *, num_tokens: int) -> No
     Args:
       partials: references.
       out: references; `y` [B, T', H, D].
-      num_tokens: T.
+      num_tokens: T, all of one tile.
+      num_kv_heads: G.
     """
-    batch, num_padded_tokens, num_query_heads, head_dim = out.y.shape
-    num_kv_heads = partials.m_i.shape[0] // batch
+    _, num_padded_tokens, num_query_heads, head_dim = out.y.shape
     queries_per_kv = num_query_heads // num_kv_heads
     token, head = divmod_i32(pl.program_id(0), num_query_heads)
     b, t = divmod_i32(token, num_padded_tokens)

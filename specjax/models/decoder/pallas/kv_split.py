@@ -1,7 +1,7 @@
 """One split of a cache: the blocks of slots that a program of attention reads.
 
 Split p of P owns blocks p, p + P, p + 2 P, ... of `BLOCK_KV` slots. A cache fills from slot 0 on,
-so every split has a share of the filled slots.
+so every split has a share of the filled slots. P may depend on the request's length.
 Axes: `B` requests, `G` key-value heads, `S` cache slots, `N` slots of a block, `D` head dimension,
 `P` splits.
 """
@@ -18,7 +18,7 @@ from specjax.models.decoder.pallas.tilings import BLOCK_KV, pad_to_mma
 from specjax.models.decoder.shared_math import AttentionSpec
 from specjax.pallas.launch import divmod_i32
 
-__all__ = ["KVBlock", "KVSplit"]
+__all__ = ["KVBlock", "KVSplit", "VisibleBlocks", "visible_blocks"]
 
 
 class KVBlock(NamedTuple):
@@ -30,6 +30,13 @@ class KVBlock(NamedTuple):
     values: jax.Array
 
 
+class VisibleBlocks(NamedTuple):
+    """The first block of a cache that a row attends to, and one past the last, i32[] each."""
+
+    start: jax.Array
+    end: jax.Array
+
+
 class KVSplit(NamedTuple):
     """Every `num_splits`-th block of the cache of one key-value head, from block `split` on.
 
@@ -39,7 +46,7 @@ class KVSplit(NamedTuple):
       b: i32[], the request.
       g: i32[], the key-value head.
       split: i32[]; from `num_splits` on the split has no block.
-      num_splits: P.
+      num_splits: P, a Python int or i32[].
     """
 
     keys: Any
@@ -47,7 +54,7 @@ class KVSplit(NamedTuple):
     b: jax.Array
     g: jax.Array
     split: jax.Array
-    num_splits: int
+    num_splits: int | jax.Array
 
     def load(self, i: jax.Array) -> KVBlock:
         """Loads the i-th block of this split."""
@@ -64,7 +71,7 @@ class KVSplit(NamedTuple):
         self,
         first_block: KVBlock | None,
         queries: Queries,
-        positions: list[jax.Array],
+        visible: VisibleBlocks,
         excluded_slots: list[jax.Array],
         spec: AttentionSpec,
     ) -> OnlineSoftmax:
@@ -73,7 +80,7 @@ class KVSplit(NamedTuple):
         Args:
           first_block: block 0 of the split, if already loaded.
           queries: the rows.
-          positions: i32[] each, of the tokens; blocks that no token attends to are skipped.
+          visible: blocks that a row attends to; others are skipped.
           excluded_slots: i32[] each, slots that no row attends to.
           spec: scale, window and soft cap.
         """
@@ -85,8 +92,7 @@ class KVSplit(NamedTuple):
             slot = jnp.where(inside, block.slot, jnp.int32(-1))
             return online_softmax.update(state, queries, block.keys, block.values, slot, spec)
 
-        num_slots = self.keys.shape[2]
-        start, end = _block_range(positions, self.split, self.num_splits, num_slots, spec.window)
+        start, end = (self._num_before(block) for block in visible)
         num_rows, head_dim = queries.rows.shape
         state = online_softmax.init(num_rows, head_dim, BLOCK_KV)
         if first_block is not None:
@@ -97,25 +103,25 @@ class KVSplit(NamedTuple):
 
         return online_softmax.reduce_l(jax.lax.fori_loop(start, end, step, state))
 
+    def _num_before(self, block: jax.Array) -> jax.Array:
+        """Returns the number of this split's blocks before a block: ceil((block - p) / P)."""
+        num_splits = jnp.asarray(self.num_splits, jnp.int32)
+        return jax.lax.div(jnp.maximum(block - self.split + (num_splits - 1), 0), num_splits)
 
-def _block_range(
-    positions: list[jax.Array],
-    split: jax.Array,
-    num_splits: int,
-    num_slots: int,
-    window: int | None,
-) -> tuple[jax.Array, jax.Array]:
-    """Returns the first of a split's blocks that a token may attend to, and one past the last."""
-    highest, lowest = jnp.int32(-1), jnp.int32(num_slots)
-    for position in positions:
-        highest = jnp.maximum(highest, position)
-        lowest = jnp.minimum(lowest, jnp.where(position < 0, jnp.int32(num_slots), position))
-    # Blocks of the whole cache: one past the last visible one, and the first visible one. Split p
-    # has ceil((n - p) / num_splits) of n blocks.
-    cache_end, _ = divmod_i32(jnp.minimum(highest, num_slots - 1) + BLOCK_KV, BLOCK_KV)
-    end, _ = divmod_i32(jnp.maximum(cache_end - split + (num_splits - 1), 0), num_splits)
+
+def visible_blocks(
+    lowest: jax.Array, highest: jax.Array, num_slots: int, window: int | None
+) -> VisibleBlocks:
+    """Returns the blocks that tokens attend to.
+
+    Args:
+      lowest: i32[], the least position of a token; at least S if there is none.
+      highest: i32[], the greatest position; -1 if there is no token.
+      num_slots: S.
+      window: as in `AttentionSpec`.
+    """
+    end, _ = divmod_i32(jnp.minimum(highest, num_slots - 1) + BLOCK_KV, BLOCK_KV)
     if window is None:
-        return jnp.int32(0), end
-    cache_start, _ = divmod_i32(jnp.maximum(lowest - (window - 1), 0), BLOCK_KV)
-    start, _ = divmod_i32(jnp.maximum(cache_start - split + (num_splits - 1), 0), num_splits)
-    return start, end
+        return VisibleBlocks(jnp.int32(0), end)
+    start, _ = divmod_i32(jnp.maximum(lowest - (window - 1), 0), BLOCK_KV)
+    return VisibleBlocks(jnp.minimum(start, end), end)

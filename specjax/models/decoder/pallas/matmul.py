@@ -1,9 +1,10 @@
 """Products of a decode step's few rows with a matrix that is read once.
 
 `split_k_matmul` stores partial sums. `fused_glu` multiplies with a gate and an up projection, and
-applies the activation. With at most 64 rows the time is that of reading the matrix. So
+applies the activation. With at most 128 rows the time is that of reading the matrix. So
 `tilings.matmul_tiling` and `tilings.glu_tiling` keep all of the memory busy: about one program per
-multiprocessor, split along K if the columns alone give fewer.
+multiprocessor, split along K if the columns alone give fewer. XLA multiplies more rows, and
+`glu_activation` follows its product with gate and up.
 Axes: `R` rows, `M` these and padding, `E` = K, the axis that is summed, `N` columns, `Q` split-K
 parts.
 """
@@ -19,16 +20,20 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from specjax.models.decoder.pallas.add_rms_norm import inv_rms, load_squares
-from specjax.models.decoder.pallas.tilings import MatmulTiling, pad_to_mma
+from specjax.models.decoder.pallas.tilings import GLU_TILE, MatmulTiling, pad_to_mma
 from specjax.models.decoder.shared_math import NormSpec
 from specjax.pallas.launch import divmod_i32, dot, launch, launch_dependents, output
 
 __all__ = [
+    "ActivationOperands",
+    "ActivationOutput",
     "GLUOutput",
     "MatmulOperands",
     "SplitKParts",
     "fused_glu",
     "fused_glu_kernel",
+    "glu_activation",
+    "glu_activation_kernel",
     "split_k_matmul",
     "split_k_matmul_kernel",
 ]
@@ -55,6 +60,24 @@ class SplitKParts(NamedTuple):
 
 
 class GLUOutput(NamedTuple):
+    """`y` [R, N / 2]."""
+
+    y: Any
+
+
+class ActivationOperands(NamedTuple):
+    """References.
+
+    Attributes:
+      gate_up: [R, N], the gate's columns, then the up projection's, undivided.
+      squares: f32[R, n], sums of squares of the rows' deferred norm; None if there is none.
+    """
+
+    gate_up: Any
+    squares: Any
+
+
+class ActivationOutput(NamedTuple):
     """`y` [R, N / 2]."""
 
     y: Any
@@ -131,6 +154,46 @@ def fused_glu_kernel(
         gates, ups = gates * factors, ups * factors
     tile_index = launch_dependents(tile_index) if pdl else tile_index
     _store_tile(out.y, (), tile_index * tiling.block_n, activation(gates) * ups, tiling)
+
+
+def glu_activation_kernel(
+    operands: ActivationOperands,
+    out: ActivationOutput,
+    *,
+    norm: NormSpec,
+    activation: Callable[[jax.Array], jax.Array],
+) -> None:
+    """Writes y = activation(r * gate) * (r * up) for one tile of a row; r = 1 / rms(x).
+
+    Grid: R * tiles programs of 4 warps; one owns 1024 columns of one row.
+    Bytes per row: N * itemsize read, N / 2 * itemsize written.
+    Why a launch: XLA takes two more for the sum and the root of the norm.
+    Memory order: loads begin after XLA's product has ended. It triggers no launch early, because
+    XLA's next product does not wait.
+    Reference: Shazeer, 2020, arXiv:2002.05202: GLU.
+
+    Args:
+      operands: references.
+      out: references.
+      norm: the deferred norm.
+      activation: of the gate, in float32.
+    """
+    width = out.y.shape[1]
+    row, tile = divmod_i32(pl.program_id(0), GLU_TILE.num_tiles(width))
+    column = tile * GLU_TILE.size + jax.lax.iota(jnp.int32, GLU_TILE.size)
+    inside = column < width
+    gate, up = (
+        plgpu.load(
+            operands.gate_up.at[row, start + column],
+            mask=inside,
+            other=jnp.zeros((), operands.gate_up.dtype),
+        ).astype(jnp.float32)
+        for start in (0, width)
+    )
+    if operands.squares is not None:
+        factor = inv_rms(load_squares(operands.squares, row), norm)
+        gate, up = gate * factor, up * factor
+    plgpu.store(out.y.at[row, column], (activation(gate) * up).astype(out.y.dtype), mask=inside)
 
 
 def _padded_rows(num_rows: int) -> jax.Array:
@@ -257,6 +320,37 @@ def fused_glu(
         num_programs=width // tiling.block_n,
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,
+        interpret=interpret,
+    ).y
+    return y.reshape(*lead, width)
+
+
+def glu_activation(
+    gate_up: jax.Array,
+    squares: jax.Array | None,
+    *,
+    norm: NormSpec,
+    activation: Callable[[jax.Array], jax.Array],
+    interpret: bool,
+) -> jax.Array:
+    """Returns activation(gate) * up of rows, [B, T', I].
+
+    Args:
+      gate_up: [B, T', 2 * I], the product's gate, then its up projection, undivided.
+      squares: f32[B, T', n], sums of squares of the rows' deferred norm; None if there is none.
+      norm: the deferred norm.
+      activation: of the gate, in float32.
+      interpret: run in Pallas' interpreter.
+    """
+    *lead, columns = gate_up.shape
+    num_rows, width = math.prod(lead), columns // 2
+    squares = None if squares is None else squares.reshape(num_rows, -1)
+    y = launch(
+        functools.partial(glu_activation_kernel, norm=norm, activation=activation),
+        ActivationOperands(gate_up.reshape(num_rows, columns), squares),
+        ActivationOutput(output((num_rows, width), gate_up.dtype)),
+        num_programs=num_rows * GLU_TILE.num_tiles(width),
+        num_warps=GLU_TILE.num_warps,
         interpret=interpret,
     ).y
     return y.reshape(*lead, width)

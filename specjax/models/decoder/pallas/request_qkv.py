@@ -193,6 +193,16 @@ def make_inv_rms(
     """
     if squares is None:
         return None
+    if num_tokens > 16:
+        # Tokens after the last, which are padding of a tile, have the last one's factor.
+        return lambda token: inv_rms(
+            load_squares(
+                squares,
+                jnp.full(token.shape, b),
+                jnp.minimum(token, jnp.int32(num_tokens - 1)),
+            ),
+            norm,
+        )
     # Summed once per token: a sum per row of the tile would take longer.
     scales = [inv_rms(load_squares(squares, b, jnp.int32(t)), norm) for t in range(num_tokens)]
     return lambda token: select_by_token(token, scales, jnp.float32(0))

@@ -15,8 +15,10 @@ __all__ = [
     "AttentionTiling",
     "BLOCK_KV",
     "DecodeConfig",
+    "GLU_TILE",
     "MIN_MMA",
     "MatmulTiling",
+    "NUM_MULTIPROCESSORS",
     "attention_tiling",
     "combines_in_attention",
     "glu_tiling",
@@ -35,7 +37,10 @@ __all__ = [
 BLOCK_KV = 64
 
 # Multiprocessors of a Hopper GPU.
-_NUM_MULTIPROCESSORS = 132
+NUM_MULTIPROCESSORS = 132
+
+# Programs of a product of more than 64 rows, of which each has 64 columns, are at least as many.
+_MIN_TALL_PROGRAMS = 128
 
 # Bytes of a multiprocessor's shared memory, 228 KiB on Hopper, for one program, and for all of its
 # programs: CUDA takes 1 KiB of each, and four are allowed for.
@@ -45,26 +50,39 @@ _MULTIPROCESSOR_BYTES = 224 * 1024
 # The smallest side of a product that Triton multiplies.
 MIN_MMA = 16
 
+# Rows of a tile of queries where all queries of a key-value head are more than 64.
+_LONG_ROWS = 128
+
+# Most splits that a long request has, beyond those of requests of equal lengths.
+_MAX_LONG_SPLITS = 16
+
 # Elements of a row that one program adds and squares. It is small, so that one request's row of
 # 4096 elements, in up to eight parts, still gives 16 programs.
 ADD_NORM_TILE = Tile(256, 2)
 
+# Columns of a gate that one program activates.
+GLU_TILE = Tile(1024, 4)
+
 
 @dataclasses.dataclass(frozen=True)
 class DecodeConfig:
-    """Choices of a decode step's attention; None is what the function of that name returns.
+    """Choices of a step's products and attention; None is what the function of that name returns.
 
     Attributes:
       prepares_in_attention: whether attention prepares queries, keys and values itself.
-      num_kv_splits: programs that share the cache of a key-value head.
+      num_kv_splits: programs that share the cache of a key-value head, if requests have one length.
+      blocks_per_split: blocks of slots from which on a program shares a long request's cache.
       num_register_splits: splits that the combining program loads at a time.
       combines_in_attention: whether the last program of a key-value head combines its splits.
+      max_matmul_rows: rows up to which the kernels multiply; XLA multiplies more.
     """
 
     prepares_in_attention: bool | None = None
     num_kv_splits: int | None = None
+    blocks_per_split: int = 32
     num_register_splits: int | None = None
     combines_in_attention: bool | None = None
+    max_matmul_rows: int = 128
 
 
 class MatmulTiling(NamedTuple):
@@ -89,12 +107,16 @@ class MatmulTiling(NamedTuple):
 
 
 class AttentionTiling(NamedTuple):
-    """Tile sizes, splits, warps and stages of the attention of few tokens to a cache.
+    """Tile sizes, splits, warps and stages of the attention of new tokens to a cache.
 
     Attributes:
       prepares_in_attention: whether each program of attention prepares the queries that it reads.
       num_rows: M, rows of a program's tile of queries, with padding.
-      num_splits: P, programs that share the cache of a request's key-value head.
+      tokens_per_tile: tokens of a tile, each with the query heads of a key-value head.
+      num_tiles: C, tiles of a request's key-value head.
+      num_splits: P, most programs that share a tile's cache.
+      even_splits: programs that share it if all requests have one length.
+      blocks_per_split: blocks of slots from which on a program shares them with another one.
       num_warps: of a program.
       num_stages: iterations of the loop over slots whose loads are in flight at once.
       num_register_splits: splits that the combining program loads at a time.
@@ -103,7 +125,11 @@ class AttentionTiling(NamedTuple):
 
     prepares_in_attention: bool
     num_rows: int
+    tokens_per_tile: int
+    num_tiles: int
     num_splits: int
+    even_splits: int
+    blocks_per_split: int
     num_warps: int
     num_stages: int
     num_register_splits: int
@@ -140,9 +166,11 @@ def num_kv_splits(num_request_kv_heads: int, num_slots: int) -> int:
     return min(1 << (max_splits.bit_length() - 1), next_power_of_2(-(-num_slots // BLOCK_KV)))
 
 
-def num_attention_warps(two_suffice: bool) -> int:
-    """Returns the warps of a program that attends to a split; see `two_warps_suffice`."""
-    return 2 if two_suffice else 4
+def num_attention_warps(num_rows: int, head_dim: int) -> int:
+    """Returns the warps of a program that attends to a split."""
+    if num_rows >= 128:
+        return 8
+    return 2 if two_warps_suffice(num_rows, head_dim) else 4
 
 
 def num_query_rows(
@@ -156,7 +184,7 @@ def num_query_rows(
 
 
 def num_attention_stages(
-    num_rows: int, head_dim: int, itemsize: int, shared_memory_bytes: int
+    num_rows: int, head_dim: int, itemsize: int, shared_memory_bytes: int, max_stages: int = 3
 ) -> int:
     """Returns the number of blocks of slots in flight; 0 if not even one fits shared memory.
 
@@ -166,7 +194,7 @@ def num_attention_stages(
     """
     row_bytes = pad_to_mma(head_dim) * itemsize
     block_bytes, query_bytes = BLOCK_KV * row_bytes, num_rows * row_bytes
-    for num_stages in (3, 2, 1):
+    for num_stages in range(max_stages, 0, -1):
         num_blocks = 2 * num_stages if num_rows >= 64 else max(1, 2 * (num_stages - 1))
         weight_bytes = 0 if num_rows >= 64 else num_rows * BLOCK_KV * itemsize
         if num_blocks * block_bytes + query_bytes + weight_bytes <= shared_memory_bytes:
@@ -176,7 +204,7 @@ def num_attention_stages(
 
 def num_register_splits(num_rows: int, head_dim: int) -> int:
     """Returns the number of splits that a program's warps hold, at 128 numbers per thread."""
-    size = 4096 * num_attention_warps(two_warps_suffice(num_rows, head_dim))
+    size = 4096 * num_attention_warps(num_rows, head_dim)
     return max(1, size // (pad_to_mma(num_rows) * pad_to_mma(head_dim)))
 
 
@@ -199,11 +227,10 @@ def attention_tiling(
     shared_memory_bytes: int,
     config: DecodeConfig = DecodeConfig(),
 ) -> AttentionTiling | None:
-    """Returns the tiling of attention to a cache; None if XLA should attend.
+    """Returns the tiling of attention to a cache; None if a program's shared memory is too small.
 
-    XLA attends for more than 16 tokens, or more than 64 queries of a key-value head. For a prompt,
-    a product over all pairs of tokens is faster. XLA also attends if a program's shared memory is
-    too small.
+    At most 16 tokens with at most 64 queries of a key-value head are one tile. More are tiles of
+    128 rows.
 
     Args:
       positions: (B, T).
@@ -215,26 +242,45 @@ def attention_tiling(
       config: sizes other than the defaults.
     """
     (batch, num_tokens), (_, num_kv_heads, num_slots, head_dim) = positions, cache
-    is_fused = _default(config.prepares_in_attention, prepares_in_attention(batch))
-    num_splits = _default(config.num_kv_splits, num_kv_splits(batch * num_kv_heads, num_slots))
-    if num_tokens > 16 or num_tokens * queries_per_kv > 64:
-        return None
-    num_rows = num_query_rows(num_tokens, num_padded_tokens, queries_per_kv, is_fused)
-    num_stages = num_attention_stages(num_rows, head_dim, itemsize, shared_memory_bytes)
+    is_one_tile = num_tokens <= 16 and num_tokens * queries_per_kv <= 64
+    if is_one_tile:
+        is_fused = _default(config.prepares_in_attention, prepares_in_attention(batch))
+        num_rows = num_query_rows(num_tokens, num_padded_tokens, queries_per_kv, is_fused)
+        tokens_per_tile = num_padded_tokens
+    else:
+        is_fused, num_rows = False, max(_LONG_ROWS, next_power_of_2(queries_per_kv))
+        tokens_per_tile = num_rows // queries_per_kv
+    num_tiles = -(-num_padded_tokens // tokens_per_tile)
+    wanted = num_kv_splits(batch * num_kv_heads * num_tiles, num_slots)
+    even_splits = num_splits = _default(config.num_kv_splits, wanted)
+    # A program that reads a whole cache has the blocks to fill a fourth stage.
+    max_stages = 4 if is_one_tile and even_splits == 1 else 3
+    num_stages = num_attention_stages(num_rows, head_dim, itemsize, shared_memory_bytes, max_stages)
     if num_stages == 0:
         return None
+    at_once = _default(config.num_register_splits, num_register_splits(num_rows, head_dim))
+    combines = combines_in_attention(num_splits, num_rows, head_dim)
+    combines = _default(config.combines_in_attention, combines) or not is_one_tile
+    if not is_one_tile:
+        even_splits = num_splits = min(num_splits, 2 * at_once)
+    elif combines:
+        long_splits = -(-num_slots // (BLOCK_KV * config.blocks_per_split))
+        num_splits = max(num_splits, min(_MAX_LONG_SPLITS, long_splits))
     # A fused program loads its first block before it knows the tokens. If it has only that block,
     # further stages would take shared memory for nothing.
-    has_loop = not is_fused or num_splits * BLOCK_KV < num_slots
-    combines = combines_in_attention(num_splits, num_rows, head_dim)
+    has_loop = not is_fused or even_splits * BLOCK_KV < num_slots
     return AttentionTiling(
-        is_fused,
-        num_rows,
-        num_splits,
-        num_attention_warps(two_warps_suffice(num_rows, head_dim)),
-        num_stages if has_loop else 1,
-        _default(config.num_register_splits, num_register_splits(num_rows, head_dim)),
-        _default(config.combines_in_attention, combines),
+        prepares_in_attention=is_fused,
+        num_rows=num_rows,
+        tokens_per_tile=tokens_per_tile,
+        num_tiles=num_tiles,
+        num_splits=even_splits if is_fused else num_splits,
+        even_splits=even_splits,
+        blocks_per_split=config.blocks_per_split,
+        num_warps=num_attention_warps(num_rows, head_dim),
+        num_stages=num_stages if has_loop else 1,
+        num_register_splits=at_once,
+        combines_in_attention=combines,
     )
 
 
@@ -257,12 +303,17 @@ def matmul_tiling(
       itemsize: bytes of a number.
       shared_memory_bytes: of a program.
     """
-    block_n, block_k = math.gcd(128, width), 128 // itemsize
+    # More than 64 rows are narrow tiles in few parts: parts of many rows take time to add.
+    is_tall = num_rows > 64
+    block_n, block_k = math.gcd(64 if is_tall else 128, width), 128 // itemsize
     if block_n < 32 or size % block_k:
         return None
     num_tiles = width // block_n
-    split_k = max(1, min(_NUM_MULTIPROCESSORS // num_tiles, 8, size // block_k))
-    swap_ab, max_stages = num_rows <= MIN_MMA, 6 if split_k * num_tiles < 112 else 4
+    wanted = -(-_MIN_TALL_PROGRAMS // num_tiles) if is_tall else NUM_MULTIPROCESSORS // num_tiles
+    split_k = max(1, min(wanted, 8, size // block_k))
+    most_of_six_stages = NUM_MULTIPROCESSORS if is_tall else 111
+    max_stages = 6 if split_k * num_tiles <= most_of_six_stages else 4
+    swap_ab = is_tall or num_rows <= MIN_MMA
     stage_bytes = (pad_to_mma(num_rows) + block_n) * block_k * itemsize
     num_stages = min(max_stages, shared_memory_bytes // stage_bytes)
     return MatmulTiling(block_n, block_k, split_k, swap_ab, num_warps=4, num_stages=num_stages)
@@ -285,16 +336,14 @@ def glu_tiling(
     """
     block_k = 128 // itemsize
     # Tiles of 128 columns, where that gives nearly every multiprocessor one program, which fits.
-    is_wide = width % 128 == 0 and 96 <= width // 128 <= _NUM_MULTIPROCESSORS
-    is_wide = is_wide and shared_memory_bytes > 200 * 1024
+    is_wide = width % 128 == 0 and 96 <= width // 128 <= NUM_MULTIPROCESSORS
+    is_wide = is_wide and shared_memory_bytes > 200 * 1024 and num_rows <= 64
     block_n = 128 if is_wide else math.gcd(64, width)
     if block_n < 32 or size % block_k:
         return None
-    programs_per_multiprocessor = -(-width // block_n // _NUM_MULTIPROCESSORS)
+    programs_per_multiprocessor = -(-width // block_n // NUM_MULTIPROCESSORS)
     program_bytes = min(_MULTIPROCESSOR_BYTES // programs_per_multiprocessor, shared_memory_bytes)
     stage_bytes = (pad_to_mma(num_rows) + 2 * block_n) * block_k * itemsize
     num_stages = max(3, min(4 if is_wide else 6, program_bytes // stage_bytes))
-    num_warps = 8 if is_wide else 4
-    return MatmulTiling(
-        block_n, block_k, 1, swap_ab=True, num_warps=num_warps, num_stages=num_stages
-    )
+    num_warps, swap_ab = 8 if is_wide else 4, num_rows <= 64
+    return MatmulTiling(block_n, block_k, 1, swap_ab, num_warps, num_stages)
