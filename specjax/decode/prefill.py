@@ -1,4 +1,11 @@
-"""Prefill: the models read the prompts in chunks of one size, by one program for all lengths."""
+"""Prefill: the models read the prompts in chunks of one size, by one program for all lengths.
+
+    run_prefill          the loop over all chunks, on the device
+    read_prompt_chunk    one chunk of each prompt, for a host that loops
+    read_chunk           given tokens at given positions; both call it, and so does the engine
+
+`run_requests` runs `run_prefill` and a decoding program, which XLA compiles at the same time.
+"""
 
 import functools
 import inspect
@@ -46,8 +53,8 @@ def run_requests(run: Any, models: Models, requests: RequestBatch, options: Stat
     Args:
       run: a jitted function of models, state and the options of a step.
       models: the target, and a drafter or None.
-      requests: from `check_arguments`.
-      options: from `check_arguments`.
+      requests: from `request_batch.check_arguments`.
+      options: from `request_batch.check_arguments`.
     """
     check_prompt_ids(models.target, requests, options.step.num_rows(models.drafter))
     with explain_out_of_memory(models, *requests.token_ids.shape):
@@ -61,18 +68,21 @@ def _prefill_and_run(
 ) -> Any:
     """Reads the prompts and runs `run` on the state: two programs, compiled at the same time.
 
-    XLA compiles each on one core, for longer than it takes to trace and lower both. Under an outer
-    trace, both are part of the caller's program.
+    XLA compiles each program on one core, for longer than it takes to trace and lower both. So the
+    two compilations run in threads, side by side. Under an outer trace, both are part of the
+    caller's program.
 
     Args:
       run: as in `run_requests`.
-      models: as in `init`.
+      models: as in `init_and_step.init`.
       requests: as in `run_prefill`.
       options: as in `run_prefill`.
     """
     # The calls below get what was compiled here from JAX. A program that failed is compiled again
     # by its call, which raises the error.
     compilations = _begin_compilation(run, models, requests, options)
+    # A call before its compilation ends would compile the program once more. So each call waits for
+    # its own, and the prompts are read while the second program is still compiled.
     futures.wait(compilations[:1])
     state = _prefill_program()(models, requests, options=options)
     futures.wait(compilations[1:])
@@ -84,12 +94,14 @@ def _begin_compilation(
 ) -> tuple[futures.Future[Any], ...]:
     """Begins to compile `run_prefill` and `run`, if no call had these shapes and options before."""
     leaves, structure = jax.tree.flatten((models, requests))
-    # If inputs are sharded, the state's sharding is known only after prefill.
+    # Placed arrays were put on chosen devices, or are traced by an outer program. If inputs are
+    # sharded, the state's sharding is known only after prefill.
     arrays = [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
     is_placed = any(isinstance(array, jax.core.Tracer) or array.committed for array in arrays)
     if is_placed or jax.config.values["jax_disable_jit"]:
         return ()
     types = tuple(map(jax.typeof, leaves))
+    # The dtype of a Python float, which `jax_enable_x64` changes, is part of what is compiled.
     if next(_count_calls(run, structure, types, options, jax.dtypes.canonicalize_dtype(float))):
         return ()
     return begin_compilation(run, models, requests, options)[1]
@@ -97,17 +109,21 @@ def _begin_compilation(
 
 @functools.lru_cache(maxsize=64)
 def _count_calls(*kind: Any) -> Iterator[int]:
-    """Returns a counter of the calls of a kind. Models are part of it: old kinds are dropped."""
+    """Returns a counter of the calls of a kind: one `run`, structure, shapes and options.
+
+    The structure refers to the models' functions. So only the 64 kinds that were called last are
+    kept; the next call of an older one compiles side by side again.
+    """
     return itertools.count()
 
 
 def begin_compilation(
     run: Any, models: Models, requests: RequestBatch, options: StaticOptions
 ) -> tuple[tuple[Any, Any], tuple[futures.Future[Any], futures.Future[Any]]]:
-    """Returns `run_prefill` and `run` as they were lowered, and futures of what is compiled.
+    """Returns `run_prefill` and `run` as they were lowered, and futures of the compiled programs.
 
-    The first is compiled, or read from a cache, while Python traces the second. For a model over
-    devices the second is traced afterwards: the first tells the state's sharding.
+    The first is compiled, or read from JAX's compilation cache, while Python traces the second. For
+    a model over devices the second is traced afterwards: the first tells the state's sharding.
     """
     pool = futures.ThreadPoolExecutor(2)
     try:
@@ -127,8 +143,10 @@ def begin_compilation(
 
 
 def _prefill_program() -> Any:
-    """Returns `run_prefill`; on a GPU, as a program of its own, one that compiles in less time."""
-    # JAX refuses options for a function that is traced into another program.
+    """Returns `run_prefill`; on a GPU the one with XLA options that shorten its compilation.
+
+    Traced into another program it has no options: JAX refuses them there.
+    """
     is_traced = get_opaque_trace_state(convention="flax") != _NOT_TRACED
     return run_prefill if is_traced or prefill_options() is None else _gpu_prefill()
 
@@ -146,9 +164,9 @@ def run_prefill(models: Models, requests: RequestBatch, *, options: StaticOption
     The first step feeds these last tokens, so that only the step's program verifies.
 
     Args:
-      models: as in `init`.
-      requests: in buffers of their size S.
-      options: from `check_arguments`.
+      models: as in `init_and_step.init`.
+      requests: prompts in rows of S tokens, the capacity of the buffers.
+      options: from `request_batch.check_arguments`.
     """
     state = begin_prefill(models, requests, options=options.step)
     prompt, lengths, _ = requests
@@ -162,6 +180,8 @@ def run_prefill(models: Models, requests: RequestBatch, *, options: StaticOption
         return pvary_like((done + jnp.int32(chunk_size), cache, drafter_state), carry)
 
     start = (jnp.int32(0), state.target_cache, state.drafter_state)
+    # A loop's first carry must have the type of its later ones. Inside `shard_map` that includes
+    # the mesh axes over which a value varies, which `pvary_like` marks.
     start = pvary_like(start, start, prompt, lengths, models)
     end = jnp.max(lengths - 1)
     _, cache, drafter_state = jax.lax.while_loop(lambda carry: carry[0] < end, read, start)
@@ -169,7 +189,7 @@ def run_prefill(models: Models, requests: RequestBatch, *, options: StaticOption
 
 
 def begin_prefill(models: Models, requests: RequestBatch, *, options: StepOptions) -> DecodeState:
-    """Returns a state that has read nothing of the prompts; arguments as in `run_prefill`."""
+    """Returns a state that has read nothing; arguments as in `run_prefill`."""
     prompt, lengths, settings = requests
     size, width = prompt.shape
     settings = settings._replace(
@@ -195,8 +215,9 @@ def begin_prefill(models: Models, requests: RequestBatch, *, options: StepOption
         top_logprobs=empty_logprobs(settings.logprobs, token_ids.shape),
         draft_history=init_history(settings.k_by_rate, lengths),
     )
-    rows = jnp.zeros((size, k + 1), jnp.int32)
-    like, *_ = apply_model.eval_shape(target, rows, rows, cache)
+    # Traced for the shapes of its outputs alone.
+    placeholder = jnp.zeros((size, k + 1), jnp.int32)
+    like, *_ = apply_model.eval_shape(target, placeholder, placeholder, cache)
     hidden = jnp.zeros((size, *like.shape[2:]), like.dtype)
     vocab_size = jax.eval_shape(target.logits, target.params, hidden).shape[-1]
     counts = count_prompt(settings.sampling, token_ids, lengths, vocab_size)
@@ -212,17 +233,20 @@ def begin_prefill(models: Models, requests: RequestBatch, *, options: StepOption
 def read_prompt_chunk(
     models: Models, state: DecodeState, done: jax.Array, *, options: StaticOptions
 ) -> tuple[DecodeState, TargetRows]:
-    """Reads a chunk of each prompt, for a host that calls every chunk itself.
+    """Returns the state after one chunk of each prompt, and the target's row of each last token.
+
+    Unlike in `run_prefill`, the target reads the last token of a prompt, too. Its row gives the
+    first generated token, and no step feeds the token again. The drafter reads all but the last.
 
     Args:
-      models: the target reads all tokens of a prompt, so that the first step need not feed the
-        last one. The drafter reads all tokens but the last.
+      models: as in `run_prefill`.
       state: from `begin_prefill` or this function.
       done: i32[], how many tokens were read before.
       options: as in `run_prefill`.
 
     Returns:
-      The state, and the row of each prompt's last token if the chunk holds it.
+      The state, and one row per request. Rows of prompts whose last token is in another chunk are
+      to be ignored.
     """
     chunk_size = min(options.chunk_size, state.token_ids.shape[1])
     padded = jnp.pad(state.token_ids, ((0, 0), (0, -state.token_ids.shape[1] % chunk_size)))
@@ -243,18 +267,18 @@ def _read_chunk(
     chunk_size: int,
     reads_last: bool = False,
 ) -> tuple[Any, Any, tuple[jax.Array, jax.Array | None]]:
-    """Returns the target's cache, the drafter's state, and hidden states and features of a chunk.
+    """Returns the results of `read_chunk` for `chunk_size` tokens of each prompt, from `done` on.
 
-    Neither reads the last token of a prompt; with `reads_last` the target does.
+    Neither model reads the last token of a prompt; with `reads_last` the target does.
     """
     offsets = jnp.arange(chunk_size, dtype=jnp.int32)[None]
     ids = jax.lax.dynamic_slice_in_dim(prompt, done, chunk_size, axis=1)
-    end = state.lengths if reads_last else state.lengths - 1
-    inside = done + offsets < end[:, None]
+    target_end = state.lengths if reads_last else state.lengths - 1
+    inside = done + offsets < target_end[:, None]
     ids, positions = jnp.where(inside, ids, 0), jnp.where(inside, done + offsets, -1)
-    last = state.lengths[:, None] - 1 if reads_last else None
+    drafter_end = state.lengths[:, None] - 1 if reads_last else None
     caches = (state.target_cache, state.drafter_state)
-    return read_chunk(models, *caches, ids, positions, last)
+    return read_chunk(models, *caches, ids, positions, drafter_end)
 
 
 def read_chunk(
@@ -263,25 +287,29 @@ def read_chunk(
     drafter_state: Any,
     token_ids: jax.Array,
     positions: jax.Array,
-    end: jax.Array | None = None,
+    drafter_end: jax.Array | None = None,
 ) -> tuple[Any, Any, tuple[jax.Array, jax.Array | None]]:
-    """Returns the target's cache, the drafter's state, and hidden states and features of a chunk.
+    """Returns both models' states after given tokens, and the target's outputs for these tokens.
 
     Args:
-      models: the target reads all tokens, and the drafter those before `end`.
+      models: the target reads all tokens, and the drafter those before `drafter_end`.
       cache: of the target.
       drafter_state: of the drafter.
       token_ids: i32[B, C].
       positions: i32[B, C], -1 where there is no token.
-      end: i32[B, 1], or None for all.
+      drafter_end: i32[B, 1], the first position that the drafter does not read; None reads all.
+
+    Returns:
+      The target's cache, the drafter's state, and a pair: hidden states [B, C, D], and features
+      [B, C, A * D] of the drafter's A taps, or None without taps.
     """
     target, drafter = models
-    *outputs, cache = apply_model(target, token_ids, positions, cache, models.taps)
+    hidden, features, cache = apply_model(target, token_ids, positions, cache, models.taps)
     if drafter is not None:
-        if end is not None:
-            positions = jnp.where(positions < end, positions, -1)
-        features = outputs[bool(models.taps)] if drafter.reads_features else None
-        drafter_state = drafter.extend(
-            drafter.params, drafter_state, token_ids, positions, features
-        )
-    return cache, drafter_state, tuple(outputs)
+        if drafter_end is not None:
+            positions = jnp.where(positions < drafter_end, positions, -1)
+        # A drafter with taps reads the target's states after those layers, one without the last.
+        states = features if models.taps else hidden
+        states = states if drafter.reads_features else None
+        drafter_state = drafter.extend(drafter.params, drafter_state, token_ids, positions, states)
+    return cache, drafter_state, (hidden, features)

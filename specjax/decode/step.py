@@ -1,13 +1,20 @@
 """One step of decoding, compiled: compute rows, verify, commit, extend, draft.
 
-    pending draft -> target's K + 1 rows -> accepted tokens -> buffers -> next draft
+    compute rows    last token, pending draft -> the target's logits, K + 1 rows
+    verify          rows, draft               -> emitted tokens
+    commit          emitted tokens            -> buffers of the request
+    extend          committed tokens          -> the drafter's state, if it reads features
+    draft           drafter's state           -> the next pending draft
 
-The first step of a request has no pending draft: its row 0 follows the prompt and gives the first
-token. Without a drafter K = 0: plain decoding. The state is one pytree, and parameters are
-arguments. The parts are functions of their own, so that a host can compile them apart.
+Row 0 holds the logits after the last committed token, row i those after the i-th drafted token.
 
-`generate` has checked the arguments. What a model or a drafter returns is checked here, where it
-enters.
+In a request's first step nothing is drafted: the step feeds the prompt's last token, and row 0
+gives the first generated one. Without a drafter K = 0: plain decoding. The state is one pytree.
+The models' parameters are traced arguments, not constants of the program. The parts are functions
+of their own, so that a host can compile them apart.
+
+The callers have checked the arguments. `target_step` checks what the target returns, and
+`draft_step` what the drafter returns.
 """
 
 import functools
@@ -55,10 +62,11 @@ def run_step(
       options: of the step.
     """
     drafter = models.drafter
-    before, rows = compute_rows(models, state, options)
-    info = verify_pending(before, rows, options)
-    state = commit_emitted(before, rows, info)
-    state = extend_drafter(drafter, before, state, rows)
+    # The state after the target has run: its cache already holds the tokens that were fed.
+    scored, rows = compute_rows(models, state, options)
+    info = verify_pending(scored, rows, options)
+    state = commit_emitted(scored, rows, info)
+    state = extend_drafter(drafter, scored, state, rows)
     state = draft_next(drafter, state, rows, info, options)
     return state, info
 
@@ -66,9 +74,11 @@ def run_step(
 def compute_rows(
     models: Models, state: DecodeState, options: StepOptions
 ) -> tuple[DecodeState, TargetRows]:
-    """Returns the state with the target's cache, and the rows of the last token and the draft.
+    """Returns the state with the target's cache after the step's tokens, and their rows.
 
-    A draft that another method drew is discarded, and only the first row is then used.
+    The target is fed the last committed token and the pending draft. The draft is then discarded
+    if the drafter, with this config, draws drafts of another structure: for instance without q. In
+    that case only row 0 is used.
 
     Args:
       models: as in `run_step`.
@@ -79,11 +89,14 @@ def compute_rows(
 
     def score(k: int, cache: Any) -> tuple[Any, TargetRows]:
         input_ids, positions = (fed[:, : k + 1] for fed in step_inputs(state))
-        *hidden, cache = apply_model(target, input_ids, positions, cache, models.taps)
-        return cache, score_hidden(target, state, options.implementation, *hidden)
+        hidden, features, cache = apply_model(target, input_ids, positions, cache, models.taps)
+        return cache, score_hidden(target, state, options.implementation, hidden, features)
 
+    # One branch is compiled for each size. The smallest that holds the batch's longest draft runs,
+    # and its rows are padded to K + 1.
     cache, rows = run_smallest_k(state, score, state.target_cache, options.row_buckets)
     state = state._replace(target_cache=cache)
+    # The state of any row serves: its shape tells which drafts the drafter draws.
     return discard_incompatible_draft(drafter, state, rows.hidden[:, 0], options), rows
 
 
@@ -91,16 +104,20 @@ def verify_pending(state: DecodeState, rows: TargetRows, options: StepOptions) -
     """Verifies the pending drafts against the target's rows.
 
     Args:
-      state: before the step; the target's cache is not read.
-      rows: of the last token and the draft.
+      state: from `compute_rows`; the target's cache is not read.
+      rows: from `compute_rows`.
       options: of the step.
     """
+    # `options` are static: `config` is the part that a user chose, and `call` (`CallOptions`) what
+    # the verifier is compiled for. `settings` are the requests' arrays, synthetic rates among them:
+    # other values do not recompile.
     config, settings, draft = options.config, state.settings, state.draft
     resolved = resolve_implementation(options.implementation)
     k = count_rows(state) - 1
     rule = static_rule(config.verification_rule(settings.conditional_rates))
     call = CallOptions(config.noise_dtype, resolved, k, rule)
     if rule == COUPLED:
+        # It compares drafted tokens with the target's own draws: draft probabilities are not read.
         draft = draft.without_q()
     arrays = VerifyArrays.from_draft(
         draft,
@@ -111,6 +128,7 @@ def verify_pending(state: DecodeState, rows: TargetRows, options: StepOptions) -
         cutoff=rows.cutoff,
         conditional_rates=settings.conditional_rates if k else None,
     )
+    # With a placement, the rows lie over the devices of a mesh.
     if rows.placement is None:
         verification = verify_draft(arrays, options=call)
     else:
@@ -122,9 +140,9 @@ def commit_emitted(state: DecodeState, rows: TargetRows, info: StepInfo) -> Deco
     """Returns the state with the tokens that a step emitted, and all that is counted of them.
 
     Args:
-      state: before the step.
-      rows: of the step.
-      info: of the step.
+      state: from `compute_rows`, which has committed nothing.
+      rows: from `compute_rows`.
+      info: from `verify_pending`.
     """
     verification, num_drafted = info.verification, info.num_drafted
     settings, emitted = state.settings, verification.token_ids
@@ -132,6 +150,7 @@ def commit_emitted(state: DecodeState, rows: TargetRows, info: StepInfo) -> Deco
         state.token_ids, state.lengths, verification, settings.eos_token_ids, settings.max_lengths
     )
     num_committed = lengths - state.lengths
+    # 0 is a request that goes on; one that has ended keeps its first reason.
     finish = jnp.where(state.finish == 0, finish, state.finish)
     counts, grammar_state = state.counts, state.grammar_state
     if counts is not None:
@@ -139,7 +158,8 @@ def commit_emitted(state: DecodeState, rows: TargetRows, info: StepInfo) -> Deco
     if grammar_state is not None:
         assert settings.sampling is not None
         grammar_state = advance(settings.sampling.grammar, grammar_state, emitted, num_committed)
-    # The token after the prompt is no step of speculation: nothing could be drafted.
+    # The token after the prompt is no step of speculation: nothing could be drafted. Metrics count
+    # -1 as an inactive request, which adds nothing.
     is_first = state.lengths == settings.prompt_lengths
     metrics = update_metrics(
         state.metrics,
@@ -164,6 +184,7 @@ def commit_emitted(state: DecodeState, rows: TargetRows, info: StepInfo) -> Deco
         metrics=metrics,
         counts=counts,
         top_logprobs=append_each(state.top_logprobs, _list_logprobs(state, rows, emitted)),
+        # The acceptance that adaptive K goes by; None if K is fixed.
         draft_history=state.k_policy.update(num_drafted, verification.num_accepted, lengths),
         grammar_state=grammar_state,
     )
@@ -173,6 +194,8 @@ def _origins(info: StepInfo) -> jax.Array:
     """Returns the `Origin` of each emitted token, i8[B, K + 1]."""
     num_accepted = info.verification.num_accepted[:, None]
     index = jnp.arange(info.verification.token_ids.shape[1], dtype=jnp.int32)[None]
+    # The last emitted token follows accepted ones: the bonus token after a whole draft, or the one
+    # recovered in place of the rejected token.
     all_accepted = num_accepted == info.num_drafted[:, None]
     last = jnp.where(all_accepted, Origin.BONUS, Origin.RECOVERED)
     return jnp.where(index < num_accepted, Origin.ACCEPTED, last).astype(jnp.int8)
@@ -181,9 +204,9 @@ def _origins(info: StepInfo) -> jax.Array:
 def _list_logprobs(
     state: DecodeState, rows: TargetRows, token_ids: jax.Array
 ) -> TopLogprobs | None:
-    """Returns the listing of emitted tokens, or None."""
-    config, temperature = state.settings.logprobs, state.settings.temperature
-    if config is None:
+    """Returns the log-probabilities to list of the emitted tokens and of the likeliest, or None."""
+    listing, temperature = state.settings.logprobs, state.settings.temperature
+    if listing is None:
         return None
 
     def list_rows(k: int, _: Any) -> tuple[None, TopLogprobs | None]:
@@ -191,31 +214,35 @@ def _list_logprobs(
             lambda x: x[:, : k + 1], (rows.raw_logits, rows.logits, rows.cutoff)
         )
         emitted = token_ids[:, : k + 1]
-        if config.mode == "raw":
-            return None, list_top_logprobs(raw, emitted, jnp.float32(1), None, n=config.num)
-        return None, list_top_logprobs(logits, emitted, temperature, cutoff, n=config.num)
+        if listing.mode == "raw":
+            return None, list_top_logprobs(raw, emitted, jnp.float32(1), None, n=listing.num)
+        # A token below the cutoff is not sampled: its probability is 0.
+        return None, list_top_logprobs(logits, emitted, temperature, cutoff, n=listing.num)
 
     return run_smallest_k(state, list_rows, None)[1]
 
 
 def extend_drafter(
-    drafter: Drafter | None, before: DecodeState, state: DecodeState, rows: TargetRows
+    drafter: Drafter | None, scored: DecodeState, state: DecodeState, rows: TargetRows
 ) -> DecodeState:
-    """Returns the state of a drafter that has read the committed tokens, if it reads features.
+    """Returns the decode state, in which a drafter of features has read the committed tokens.
 
-    Other drafters read them when they draft.
+    Features are the target's hidden states, of its last layer or of the layers that the drafter
+    taps. A drafter that reads none reads the tokens when it drafts.
 
     Args:
       drafter: as in `run_step`.
-      before: before the step.
-      state: after its commit.
-      rows: of the step, with the features of the tokens that were fed.
+      scored: from `compute_rows`.
+      state: from `commit_emitted`.
+      rows: from `compute_rows`, with the features of the tokens that were fed.
     """
     if drafter is None or not drafter.reads_features:
         return state
-    input_ids, positions = step_inputs(before)
-    num_committed = state.lengths - before.lengths
-    index = jnp.arange(count_rows(before), dtype=jnp.int32)[None]
+    input_ids, positions = step_inputs(scored)
+    num_committed = state.lengths - scored.lengths
+    index = jnp.arange(count_rows(scored), dtype=jnp.int32)[None]
+    # The target was fed the token before the draft, and the draft. A step that accepts n drafted
+    # tokens commits n + 1, and the first n + 1 fed ones are read: position -1 is no token.
     positions = jnp.where(index < num_committed[:, None], positions, -1)
     features = rows.features if drafter.taps else rows.hidden
     drafter_state = drafter.extend(

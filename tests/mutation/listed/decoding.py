@@ -217,8 +217,8 @@ MUTATIONS = (
     ),
     Mutation(
         "specjax.decode.prefill.read_chunk",
-        "outputs[bool(models.taps)]",
-        "jnp.tile(outputs[0], max(len(models.taps), 1))",
+        "features if models.taps else hidden",
+        "jnp.tile(hidden, max(len(models.taps), 1))",
         capacity(_TAPS),
         "the features of a prompt are its last hidden states",
     ),
@@ -231,8 +231,8 @@ MUTATIONS = (
     ),
     Mutation(
         _READ,
-        "done + offsets < end[:, None]",
-        "done + offsets <= end[:, None]",
+        "done + offsets < target_end[:, None]",
+        "done + offsets <= target_end[:, None]",
         capacity(_FEATURES),
         "the last token of a prompt is read twice",
     ),
