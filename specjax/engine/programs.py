@@ -60,7 +60,7 @@ class Programs(NamedTuple):
       take_row: `(rows, index) -> PromptRow` of one prompt.
       admit: `(slots, row, slot, prompt[1, S], request) -> slots`, with a row of any of the lengths.
       step: `(slots, allowed) -> (slots, StepOutput)`.
-      release: `(slots, rows: bool[B]) -> slots`.
+      release: `(slots, is_released: bool[B]) -> slots`.
       park: `(slots, slot) -> DecodeState`, a batch of one.
       resume: `(slots, parked, slot) -> slots`.
       empty_slots: `() -> slots`.

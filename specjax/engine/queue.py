@@ -6,6 +6,11 @@
       ParkedRequest     a request that was preempted
     PrefillBatch      the rows of several prompts, which one program reads together
 
+    slot       one of the B places of the compiled step
+    row        the caches of one prompt, while the models read it
+    read       prefilled: a program has put the tokens into the row's caches
+    program    a compiled function of `Programs`
+
 An entry is read chunk by chunk, if it has tokens to read. Then its requests go into slots. While a
 prompt is in the batch, the batch holds its row.
 """
@@ -41,13 +46,16 @@ class QueueEntry(abc.ABC):
     Attributes:
       waiting: the requests without a slot.
       row: the models' state of the tokens read so far; None before, and while a batch holds it.
-      num_read: how many tokens programs have read, padding of the last chunk among them.
+      num_read: how many tokens programs have read, rounded up to whole chunks: the padding of the
+        last chunk counts.
     """
 
     def __init__(self, requests: Iterable[Request]) -> None:
         self.waiting = deque(requests)
         self.row: PromptRow | None = None
-        self.num_read = self._row_length = 0
+        self.num_read = 0
+        # Tokens that the row has room for, one of `Programs.row_lengths`; 0 before it is made.
+        self._row_length = 0
 
     @property
     @abc.abstractmethod
@@ -60,7 +68,7 @@ class QueueEntry(abc.ABC):
         return self.token_ids[self.num_read : -1]
 
     def is_read(self) -> bool:
-        """Returns whether the row has all tokens but the last."""
+        """Returns whether the entry's own row, not one of a batch, has all tokens but the last."""
         return self.row is not None and not self.unread.size
 
     def next_chunk(self, size: int) -> tuple[np.ndarray, np.ndarray]:
@@ -72,7 +80,10 @@ class QueueEntry(abc.ABC):
         return token_ids, positions
 
     def read_chunk(self, programs: Programs) -> bool:
-        """Reads the next tokens into the row; returns whether there were any."""
+        """Reads the next tokens into the row; returns whether there were any.
+
+        The row is made, or grown, even if there were none: a prompt of one token needs a row, too.
+        """
         self._grow_row(programs)
         if not self.unread.size:
             return False
@@ -81,7 +92,7 @@ class QueueEntry(abc.ABC):
         return True
 
     def _grow_row(self, programs: Programs) -> None:
-        """Gives the row the least of `row_lengths` that has room for the next chunk."""
+        """Makes or grows the row to the least of `row_lengths` that holds the next chunk."""
         num_tokens = min(self.num_read + programs.chunk_size, self.token_ids.size - 1)
         length = next(length for length in programs.row_lengths if length >= num_tokens)
         if self.row is None:
@@ -95,11 +106,14 @@ class QueueEntry(abc.ABC):
 
     @abc.abstractmethod
     def admit(self, programs: Programs, slots: DecodeState, slot: int) -> DecodeState:
-        """Returns the slots with the first waiting request in one of them."""
+        """Returns the slots with the first waiting request in one of them.
+
+        The request still waits: `WaitingQueue.pop` takes it out of the queue.
+        """
 
     @property
     def arrays(self) -> object:
-        """The arrays that the entry holds on the device."""
+        """The entry's device arrays, a pytree; the engine deletes them when it closes."""
         return self.row
 
 
@@ -108,7 +122,8 @@ class PromptGroup(QueueEntry):
 
     Args:
       checked: the submission that all of them came from.
-      samples: the requests, and the index that is folded into the key of each; -1 folds nothing.
+      samples: the requests, and the sample index of each: it is folded into the request's key, so
+        that samples of one prompt differ. -1 folds nothing.
     """
 
     def __init__(self, checked: CheckedRequest, samples: Mapping[Request, int]) -> None:
@@ -143,13 +158,14 @@ class ParkedRequest(QueueEntry):
         self._token_ids: np.ndarray | None = None
         if not drops_cache:
             self.row = PromptRow(parked.target_cache, None)
-            self._token_ids = np.zeros(0, np.int32)  # Nothing to read.
+            self._token_ids = np.zeros(0, np.int32)
 
     @property
     def token_ids(self) -> np.ndarray:
-        """The committed tokens i32[L] that the target reads again.
+        """The committed tokens i32[L] that the target reads again; empty if its cache was kept.
 
-        The host may not know them yet: the call waits for the request's last step.
+        The host may not know them yet. The first access then blocks until the request's last step
+        is computed.
         """
         if self._token_ids is None:
             token_ids, lengths = jax.device_get((self._parked.token_ids, self._parked.lengths))
@@ -168,41 +184,46 @@ class ParkedRequest(QueueEntry):
 
     @property
     def arrays(self) -> object:
-        """The arrays that the entry holds on the device."""
+        """The entry's device arrays, a pytree; the engine deletes them when it closes."""
         return self._parked, self.row
 
 
 class PrefillBatch:
-    """Prompts that are read together, as the rows of a batch.
+    """Prompts that are read together: N places, each with the row of one prompt.
 
     Args:
-      programs: of the engine. If their `batch_size` is 0, no prompt is read here.
+      programs: of the engine. If their `batch_size` N is 0, no prompt is read here.
     """
 
     def __init__(self, programs: Programs) -> None:
+        # The prompt in each place; a place without one is free.
         self._groups: dict[int, PromptGroup] = {}
+        # The N rows as one `PromptRow`, and the row of which a new prompt's is a copy.
         self._rows = self._empty_row = None
         if programs.batch_size:
             new_row = functools.partial(programs.new_row, max_length=programs.row_lengths[0])
             self._rows, self._empty_row = new_row(size=programs.batch_size), new_row()
 
     def read(self, programs: Programs, unread: Sequence[QueueEntry], max_chunks: float) -> int:
-        """Reads the next tokens of N prompts, if N are unread and the first entry is one of them.
+        """Reads the next tokens of N prompts at once; returns the cost in chunks of one prompt.
+
+        It does nothing unless all N places can be filled and the first entry fits one.
 
         Args:
           programs: of the engine.
           unread: the entries to read, the first of the queue first.
-          max_chunks: most chunks until the first entry is read, if a slot is empty; else infinity.
+          max_chunks: most that may be spent until the first entry is read, in chunks of one
+            prompt: a slot that is empty waits for it. Infinity if no slot is empty.
 
         Returns:
-          How many chunks of one prompt have as many tokens; 0 if nothing was read.
+          How many chunks of `chunk_size` tokens have as many tokens; 0 if nothing was read.
         """
         size, chunk_size, first = programs.batch_size, programs.batch_chunk_size, unread[0]
         if not size or not _fits_batch(first, programs):
             return 0
-        num_chunks = -(-size * chunk_size // programs.chunk_size)
-        num_readings = -(-first.unread.size // chunk_size)
-        if num_readings * num_chunks > max_chunks or not self._fill(programs, unread):
+        cost = -(-size * chunk_size // programs.chunk_size)
+        num_rounds = -(-first.unread.size // chunk_size)
+        if num_rounds * cost > max_chunks or not self._fill(programs, unread):
             return 0
         groups = [self._groups[index] for index in range(size)]
         chunks = [group.next_chunk(chunk_size) for group in groups]
@@ -213,10 +234,13 @@ class PrefillBatch:
         for group in groups:
             if not group.unread.size:
                 self.detach_group(programs, group)
-        return num_chunks
+        return cost
 
     def _fill(self, programs: Programs, unread: Sequence[QueueEntry]) -> bool:
-        """Puts prompts into the free rows; returns whether there are enough."""
+        """Puts the rows of unread prompts into all free places, if there are enough prompts.
+
+        Returns whether every place has a prompt. If not, nothing changed.
+        """
         groups = self._groups.values()
         others = [one for one in unread if _fits_batch(one, programs) and one not in groups]
         free = [index for index in range(programs.batch_size) if index not in self._groups]
@@ -230,7 +254,10 @@ class PrefillBatch:
         return True
 
     def detach_group(self, programs: Programs, entry: QueueEntry) -> None:
-        """Gives an entry its row back, if the batch holds it; the entry is then read alone."""
+        """Gives an entry its row back and frees its place; does nothing for other entries.
+
+        What is then left to read of the entry is read into its own row.
+        """
         for index, group in self._groups.items():
             if group is entry:
                 row = programs.take_row(self._rows, np.int32(index))
@@ -238,12 +265,15 @@ class PrefillBatch:
                 return
 
     def drop_ended(self) -> None:
-        """Drops prompts whose requests have all ended."""
+        """Frees the places of prompts without a waiting request.
+
+        `WaitingQueue.drop_ended` comes first: it takes ended requests out of `waiting`.
+        """
         self._groups = {i: group for i, group in self._groups.items() if group.waiting}
 
     @property
     def arrays(self) -> object:
-        """The arrays that the batch holds on the device."""
+        """The batch's device arrays, a pytree; the engine deletes them when it closes."""
         return self._rows, self._empty_row
 
 
@@ -260,25 +290,26 @@ class WaitingQueue:
       max_waiting: most requests that wait.
 
     Attributes:
-      lock: held while an entry or the order of entries changes.
-      closed: a sentence why the engine is closed and nothing may be put in, or None.
+      lock: held while an entry or the order of entries changes. It is reentrant: methods that
+        take it call each other.
+      closed_reason: a sentence why the engine is closed and nothing may be put in, or None.
     """
 
     def __init__(self, max_waiting: int) -> None:
         self._max_waiting = max_waiting
         self._entries: deque[QueueEntry] = deque()
         self.lock = threading.RLock()
-        self.closed: str | None = None
+        self.closed_reason: str | None = None
 
     def check_open(self) -> None:
         """Raises RuntimeError if the queue is closed."""
-        if self.closed is not None:
-            raise RuntimeError(self.closed)
+        if self.closed_reason is not None:
+            raise RuntimeError(self.closed_reason)
 
     def close(self, why: str) -> list[Request]:
         """Closes the queue, and returns the requests that wait in it."""
         with self.lock:
-            self.closed, waiting = why, self.waiting()
+            self.closed_reason, waiting = why, self.waiting()
             self._entries.clear()
         return waiting
 
@@ -314,12 +345,16 @@ class WaitingQueue:
             self._entries.append(entry)
 
     def put_first(self, entry: QueueEntry) -> None:
-        """Puts an entry before all others, however many requests wait."""
+        """Puts an entry before all others, however many requests wait.
+
+        Whether the queue is closed is not checked: the request comes from a slot, and a closed
+        engine has none in its slots.
+        """
         with self.lock:
             self._entries.appendleft(entry)
 
     def arrays(self) -> list[object]:
-        """Returns the arrays that entries hold on the device."""
+        """Returns the device arrays of each entry, which the engine deletes when it closes."""
         with self.lock:
             return [entry.arrays for entry in self._entries]
 
@@ -336,7 +371,7 @@ class WaitingQueue:
             return list(itertools.islice(self._entries, number))
 
     def pop(self) -> Request:
-        """Removes the first request, and its entry with the last one."""
+        """Removes the first request and returns it; its entry goes with its last request."""
         with self.lock:
             request = self._entries[0].waiting.popleft()
             if not self._entries[0].waiting:

@@ -230,7 +230,7 @@ class Scheduler:
         if self._in_user_code:
             raise RuntimeError("A tokenizer or a matcher cannot run the engine that calls it.")
         self._deliver_masked_steps()
-        if self.queue.closed is not None:
+        if self.queue.closed_reason is not None:
             return 0
         self._drop_aborted()
         self._vacate_slots()
@@ -239,7 +239,7 @@ class Scheduler:
         if not self._count_occupied():
             return 0
         masks = self._fill_masks()
-        if self.queue.closed is not None:  # A matcher closed the engine.
+        if self.queue.closed_reason is not None:  # A matcher closed the engine.
             return 0
         self._dispatch_step(masks)
         return 0 if _has_matchers(self._occupants) else 1
@@ -304,9 +304,9 @@ class Scheduler:
     def _release_slots(self) -> None:
         """Releases vacated slots on the device."""
         if self._to_release:
-            rows = np.zeros(len(self._occupants), bool)
-            rows[list(self._to_release)] = True
-            self._slots = self._programs.release(self._slots, rows)
+            is_released = np.zeros(len(self._occupants), bool)
+            is_released[list(self._to_release)] = True
+            self._slots = self._programs.release(self._slots, is_released)
             self._to_release.clear()
 
     def _fill_masks(self) -> jax.Array | None:
@@ -374,7 +374,7 @@ class Scheduler:
     def close(self) -> None:
         """Ends all requests, and frees the device's memory for them."""
         with self._step_lock:
-            if self.queue.closed is None:
+            if self.queue.closed_reason is None:
                 self._close(FinishReason.ABORTED, "the engine is closed; make another one.")
 
     @delayed_interrupts()
@@ -403,7 +403,7 @@ class Scheduler:
             yield
         except BaseException as error:
             with self._step_lock:
-                if self.queue.closed is None and not self._is_intact():
+                if self.queue.closed_reason is None and not self._is_intact():
                     why = (
                         "the engine lost what the device held for its requests, when it raised "
                         f"{describe(error)}; make another one."

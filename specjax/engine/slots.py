@@ -4,8 +4,9 @@
     slots              empty_slots -> admit -> step_slots -> release
     one of many        take, put: a slot of the state, or a row of a batch of prompts
 
-A program donates the state that it replaces. The requests of each leaf lie on an axis of its own,
-which `row_axes` and `slot_axes` find: caches may have it anywhere.
+A slot is one of the B places of the state, with a request or empty. A row is the caches of a
+prompt while it is read. A program donates the state that it replaces. The requests of each leaf lie
+on an axis of its own, which `row_axes` and `slot_axes` find: caches may have it anywhere.
 """
 
 import functools
@@ -32,7 +33,6 @@ __all__ = [
     "StepOutput",
     "admit",
     "empty_slots",
-    "find_axes",
     "grow_row",
     "new_row",
     "prefill_chunk",
@@ -46,14 +46,14 @@ __all__ = [
 ]
 
 _State = TypeVar("_State")
-# The axis of a leaf that all requests share.
+# In place of the axis of a leaf that all requests share; axes are counted from 0.
 _NO_BATCH_AXIS = -1
 # The `finish` of a slot without a request.
 _EMPTY_SLOT = -1
 
 
 class PromptRow(NamedTuple):
-    """The models' states while they read a prompt: a batch of one, or of several prompts.
+    """The caches of one prompt while the models read it, or of several prompts, stacked.
 
     Attributes:
       target_cache: the target's cache.
@@ -65,7 +65,7 @@ class PromptRow(NamedTuple):
 
 
 class RequestSettings(NamedTuple):
-    """The fields of `Settings` that each request has of its own, without the batch axis.
+    """One request's own fields of `Settings`, without the batch axis, and its sample index.
 
     Attributes:
       sample: i32, an index that is folded into the key; -1 folds nothing.
@@ -73,7 +73,7 @@ class RequestSettings(NamedTuple):
       temperature: f32.
       prompt_lengths: i32.
       max_lengths: i32, committed tokens at which the request ends.
-      eos_token_ids: i32[E], padded with -2.
+      eos_token_ids: i32[E], padded with -2: no token, and not the -1 after a text.
       sampling: `SamplingParams` without a grammar, or None.
     """
 
@@ -121,7 +121,14 @@ def new_row(models: Models, *, max_length: int, size: int = 1) -> PromptRow:
 
 @functools.partial(jax.jit, static_argnames="max_length")
 def grow_row(models: Models, row: PromptRow, *, max_length: int) -> PromptRow:
-    """Returns a longer row of the same tokens: each leaf of the shorter one is its beginning."""
+    """Returns a longer row of the same tokens.
+
+    Args:
+      models: as in `Engine`.
+      row: at most `max_length` long. Each leaf is the beginning of the longer row's leaf, on every
+        axis: caches that are read in chunks have their tokens in order.
+      max_length: tokens that the result has room for.
+    """
 
     def put_first(longer: jax.Array, leaf: jax.Array) -> jax.Array:
         if longer.shape == leaf.shape:
@@ -165,6 +172,7 @@ def empty_slots(
       options: as in `run_step`.
     """
     size = settings.prompt_lengths.shape[0]
+    # A request has a prompt of at least one token; its slot is then released.
     prompts = jnp.zeros((size, max_length), jnp.int32)
     requests = RequestBatch(prompts, jnp.ones((size,), jnp.int32), settings)
     state = begin_prefill(models, requests, options=options)
@@ -205,6 +213,7 @@ def admit(
         sampling = settings.sampling._replace(grammar=slots.settings.sampling.grammar)
         settings = settings._replace(sampling=sampling)
     requests = RequestBatch(prompt, settings.prompt_lengths, settings)
+    # The row's caches replace those of `one`, which nothing reads: XLA never makes them.
     one = begin_prefill(models, requests, options=options)
     row = grow_row(models, row, max_length=prompt.shape[1])
     return put(slots, one._replace(**row._asdict()), slot, axes=axes)
@@ -223,6 +232,7 @@ def step_slots(
       options: as in `run_step`.
     """
     before, sampling = slots.lengths, slots.settings.sampling
+    # The host's masks hold for this step alone: the slots returned have none.
     masked = sampling
     if allowed is not None:
         masked = (SamplingParams() if sampling is None else sampling)._replace(allowed=allowed)
@@ -264,13 +274,13 @@ def _pending_draft(slots: DecodeState) -> jax.Array:
 
 
 @functools.partial(jax.jit, donate_argnames="slots")
-def release(slots: DecodeState, rows: jax.Array) -> DecodeState:
-    """Returns the slots, of which those in rows bool[B] are empty."""
+def release(slots: DecodeState, is_released: jax.Array) -> DecodeState:
+    """Returns the slots with those empty where is_released, bool[B], is true."""
     num_tokens = slots.draft.num_tokens
     assert num_tokens is not None
     return slots._replace(
-        finish=jnp.where(rows, jnp.int8(_EMPTY_SLOT), slots.finish),
-        draft=slots.draft.replace(num_tokens=jnp.where(rows, jnp.int32(-1), num_tokens)),
+        finish=jnp.where(is_released, jnp.int8(_EMPTY_SLOT), slots.finish),
+        draft=slots.draft.replace(num_tokens=jnp.where(is_released, jnp.int32(-1), num_tokens)),
     )
 
 
@@ -284,7 +294,14 @@ def _with_own_buffers(tree: _State) -> _State:
 
 @functools.partial(jax.jit, static_argnames="axes")
 def take(state: _State, slot: jax.Array, *, axes: tuple[int, ...]) -> _State:
-    """Returns one slot of a state, or one row of a batch of prompts, as a batch of one."""
+    """Returns one slot of a state, or one row of a batch of prompts, as a batch of one.
+
+    Args:
+      state: a `DecodeState` of slots, or a `PromptRow` of several prompts.
+      slot: i32, which one.
+      axes: the axis of the requests for each leaf, in the order of `jax.tree.leaves`; from
+        `slot_axes`, or the leaves of `row_axes`. A leaf without one is returned whole.
+    """
     leaves, structure = jax.tree.flatten(state)
     rows = (
         leaf if axis == _NO_BATCH_AXIS else jax.lax.dynamic_slice_in_dim(leaf, slot, 1, axis)
@@ -295,7 +312,14 @@ def take(state: _State, slot: jax.Array, *, axes: tuple[int, ...]) -> _State:
 
 @functools.partial(jax.jit, static_argnames="axes", donate_argnames="state")
 def put(state: _State, one: _State, slot: jax.Array, *, axes: tuple[int, ...]) -> _State:
-    """Returns the state with a batch of one in a slot; leaves that requests share stay."""
+    """Returns the state with a batch of one in a slot; leaves that requests share stay.
+
+    Args:
+      state: as in `take`.
+      one: of the same structure, a batch of one.
+      slot: i32, which one is replaced.
+      axes: as in `take`.
+    """
     leaves, structure = jax.tree.flatten(state)
 
     def put_leaf(leaf: jax.Array, value: jax.Array, axis: int) -> jax.Array:
@@ -306,7 +330,7 @@ def put(state: _State, one: _State, slot: jax.Array, *, axes: tuple[int, ...]) -
     return jax.tree.unflatten(structure, map(put_leaf, leaves, jax.tree.leaves(one), axes))
 
 
-def find_axes(make: Callable[[int], Any], name: str) -> Any:
+def _find_axes(make: Callable[[int], Any], name: str) -> Any:
     """Returns the axis of each leaf of `make(batch_size)` that holds the requests.
 
     Args:
@@ -321,7 +345,7 @@ def find_axes(make: Callable[[int], Any], name: str) -> Any:
 
     Example:
       >>> import jax.numpy as jnp
-      >>> find_axes(lambda size: (jnp.zeros((4, size, 9)), jnp.zeros(size)), "the cache")
+      >>> _find_axes(lambda size: (jnp.zeros((4, size, 9)), jnp.zeros(size)), "the cache")
       (1, 0)
     """
     small, large = (jax.eval_shape(lambda size=size: make(size)) for size in (2, 3))
@@ -347,8 +371,8 @@ def row_axes(models: Models, max_length: int) -> PromptRow:
       ValueError: for a cache or a drafter's state with a leaf without such an axis.
     """
     target, drafter = models
-    cache = find_axes(lambda size: target.init_cache(size, max_length), "the target's cache")
-    state = drafter and find_axes(
+    cache = _find_axes(lambda size: target.init_cache(size, max_length), "the target's cache")
+    state = drafter and _find_axes(
         lambda size: drafter.init(drafter.params, size, max_length), "the drafter's state"
     )
     return PromptRow(cache, state)

@@ -207,7 +207,7 @@ MUTATIONS = (
     ),
     Mutation(
         "specjax.engine.queue.PrefillBatch.read",
-        "num_readings * num_chunks > max_chunks",
+        "num_rounds * cost > max_chunks",
         "False",
         engines("test_a_short_prompt_that_is_read_first_waits_for_one_before_it"),
         "the first prompt waits for others to be read, while its slot is empty",
