@@ -57,7 +57,7 @@ class _Drawn(NamedTuple):
 
 def verify_coupled(arrays: VerifyArrays, schedule: Schedule) -> Verification:
     """Verifies a batch by coupled sampling, K >= 1, and returns the call's result."""
-    if not schedule.is_small:
+    if not schedule.is_small_batch:
         return schedule.launch(
             coupled_write_kernel,
             (arrays, accept_rows(arrays, schedule, draw_and_compare)),

@@ -168,7 +168,7 @@ class KernelConfig:
 
         In a large batch programs have 4 warps, so that more of them fit a multiprocessor.
         """
-        num_warps = 8 if self.is_small(num_requests) else 4
+        num_warps = 8 if self.is_small_batch(num_requests) else 4
         return self.target or Tile(_limit(8192, vocab_size), num_warps)
 
     def residual_tile(self, num_requests: int, vocab_size: int) -> Tile:
@@ -180,7 +180,7 @@ class KernelConfig:
             return self.residual
         if num_requests <= 8:
             return Tile(_limit(4096, vocab_size), 4)
-        return Tile(_limit(8192 if self.is_small(num_requests) else 16384, vocab_size), 8)
+        return Tile(_limit(8192 if self.is_small_batch(num_requests) else 16384, vocab_size), 8)
 
     def split_residual_tile(self, num_requests: int, width: int) -> Tile:
         """Returns the tile of a residual of which a device has `width` tokens.
@@ -199,7 +199,7 @@ class KernelConfig:
         In a large batch a program reads the residuals of a request one after the other. Smaller
         tiles share that work among more programs.
         """
-        if self.residual is None and not self.is_small(num_requests):
+        if self.residual is None and not self.is_small_batch(num_requests):
             return Tile(_limit(8192, vocab_size), 8)
         return self.residual_tile(num_requests, vocab_size)
 
@@ -257,7 +257,7 @@ class KernelConfig:
 
         In a small batch it reads no logits.
         """
-        return self.num_judge_warps or (1 if self.is_small(num_requests) else 8)
+        return self.num_judge_warps or (1 if self.is_small_batch(num_requests) else 8)
 
     def judge_programs(self, num_requests: int, max_draft_tokens: int) -> int:
         """Returns the programs that judge a request together, of block verification.
@@ -266,11 +266,11 @@ class KernelConfig:
         """
         if self.num_judge_programs is not None:
             return self.num_judge_programs
-        if self.is_small(num_requests):
+        if self.is_small_batch(num_requests):
             return 1
         return max(1, min(max_draft_tokens, 256 // num_requests))
 
-    def is_small(self, num_requests: int) -> bool:
+    def is_small_batch(self, num_requests: int) -> bool:
         """Returns whether a batch is small: all its target rows run at about the same time.
 
         Then no row can be skipped: all are read at once. Each program draws from its tile of a

@@ -86,9 +86,9 @@ class Schedule(NamedTuple):
         return self.options.implementation.config(KernelConfig)
 
     @property
-    def is_small(self) -> bool:
-        """Returns whether the schedule is that of a small batch, `KernelConfig.is_small`."""
-        return self.config.is_small(self.num_requests)
+    def is_small_batch(self) -> bool:
+        """Returns whether the schedule is that of a small batch, `KernelConfig.is_small_batch`."""
+        return self.config.is_small_batch(self.num_requests)
 
     def vocab_size(self, arrays: VerifyArrays) -> int:
         """Returns V, of all devices together."""

@@ -1,10 +1,15 @@
-"""The verifiers on the kernels: the launches of a call, and the tests of a rule.
+"""The verifiers on the kernels: the launches of a call, and the acceptance test of a custom `Rule`.
 
-rules.standard()     rows are reduced and evaluated, then the next token is drawn
-a `Rule`             the schedule of a large batch, evaluated by the rule
-rows over devices    `split`
-rules.block()        `block`
-rules.coupled()      `coupled`
+| the first case that applies | launches |
+|---|---|
+| rules.coupled(), K > 0 | `coupled`; of a vocabulary over devices, `split.sample` |
+| a vocabulary over devices | `split.verify` |
+| rules.block(), drafts with logits | `block` |
+| a `Rule`, K > 0 | `accept_rows`, by the rule, in a batch of any size; `emit_tokens` |
+| a small batch | `reduce_rows`, `emit_tokens` |
+| a large batch | `accept_rows`, `emit_tokens` |
+
+Where drafts have logits without statistics, `draft_statistics` comes before all but the first.
 """
 
 from collections.abc import Callable
@@ -53,15 +58,16 @@ def verify_rows(arrays: VerifyArrays, options: CallOptions) -> Verification:
     """
     config = options.implementation.config(KernelConfig)
     num_requests, vocab_size = arrays.temperature.shape[0], arrays.target_logits.shape[1]
-    unflattened, arrays = arrays, _flatten_drafts(arrays)
+    # A schedule is of one launch: each later launch replaces what differs, such as the tile.
     schedule = Schedule(num_requests, options, config.target_tile(num_requests, vocab_size))
-    # Without drafts every method draws from the first row, by those launches.
     split = options.split
+    # With K = 0 a request has one row. Every rule draws from it, by the standard rule's launches.
     if options.rule == COUPLED and options.max_draft_tokens:
         if split is None:
-            return verify_coupled(arrays, schedule)
-        samples = target_samples(unflattened, options.max_draft_tokens)
-        return compare_draws(unflattened, sample_split(samples, options, split), options)
+            return verify_coupled(_flatten_drafts(arrays), schedule)
+        samples = target_samples(arrays, options.max_draft_tokens)
+        return compare_draws(arrays, sample_split(samples, options, split), options)
+    arrays = _flatten_drafts(arrays)
     has_statistics = arrays.draft_logprobs is not None and arrays.draft_logsumexp is not None
     if arrays.draft_logits is not None and not has_statistics:
         tile = config.reduce_tile(
@@ -71,14 +77,15 @@ def verify_rows(arrays: VerifyArrays, options: CallOptions) -> Verification:
     if split is not None:
         tile = config.split_residual_tile(num_requests, vocab_size)
         return verify_split(arrays, schedule, split, tile)
+    # Without logits drafts are one-hot: block verification accepts them as the standard rule does.
     if options.rule == BLOCK and arrays.draft_logits is not None:
         return verify_block(arrays, schedule, config.block_residual_tile(num_requests, vocab_size))
     rows: ReducedRows | VerifiedRows
-    if options.custom_rule is not None:
+    if options.custom_rule is not None:  # A `Rule` of functions, and K > 0.
         rows = accept_rows(arrays, schedule, evaluate_by_rule)
         schedule = schedule._replace(log_weights=log_weights_by_rule)
     else:
-        rows = (reduce_rows if schedule.is_small else accept_rows)(arrays, schedule)
+        rows = (reduce_rows if schedule.is_small_batch else accept_rows)(arrays, schedule)
     tile = config.residual_tile(num_requests, vocab_size)
     return emit_tokens(arrays, rows, schedule._replace(tile=tile))
 
@@ -91,13 +98,14 @@ def _flatten_drafts(arrays: VerifyArrays) -> VerifyArrays:
 
 
 def evaluate_by_rule(request: Request, i: jax.Array, partials: Partials) -> AcceptanceResult:
-    """Evaluates target row `i`, i32[1], of a request by the call's rule."""
+    """Evaluates target row `i`, i32[1], of a request by the call's custom rule."""
     schedule = request.schedule
     result, rule = evaluate_acceptance(request, i, partials), _rule_of(schedule)
     drafted = result.drafted
     assert drafted is not None
     address = request.address(i, Stream.accept(i))
     u = uniform(address, jnp.zeros_like(i, jnp.uint32), schedule.noise_dtype, schedule.threefry)
+    # A kernel has no indexing of a value: the sum of an array of one entry is its scalar.
     index = jnp.sum(i, dtype=i.dtype)
     row = request.row(index, LogNormalizer(*[jnp.sum(x) for x in result.normalizer]))
     values = _row_values(row, result.logprobs, schedule, u.dtype)
@@ -114,11 +122,9 @@ def log_weights_by_rule(
     """Returns a rule's log-weights of the token in place of a rejected one.
 
     Args:
-      arrays: the call's arrays.
       prefix: the accepted prefix, which a rejection ends.
       token_id: i32 of any shape, tokens of the deciding row.
       logprobs: f32, log p of them.
-      schedule: of the launch.
     """
     drafted, schedule = prefix.drafted, prefix.request.schedule
     assert drafted is not None
@@ -127,7 +133,8 @@ def log_weights_by_rule(
     if prefix.request.arrays.draft_logits is not None:
         sampled = load_draft_logprobs(prefix, token_id)
         draft_logprobs = jnp.where(drafted.one_hot, draft_logprobs, sampled)
-    # An id below 0 is read past the row's end, where log p is -inf.
+    # An id below 0 is no token, and would be read before the row. The largest id is past the row's
+    # end instead, where log p is -inf.
     drafted_id = jnp.where(drafted.token_id >= 0, drafted.token_id, jnp.int32(2**31 - 1))
     logprob = prefix.row.logprobs(drafted_id)
     values = _row_values(prefix.row, logprob, schedule, jnp.dtype(jnp.float32))
@@ -142,7 +149,7 @@ def _rule_of(schedule: Schedule) -> Rule:
 
 
 def _row_values(row: SamplingRow, logprob: jax.Array, schedule: Schedule, dtype: Any) -> RowValues:
-    """Returns the statistics of a target row that a rule names.
+    """Returns the statistics of a target row; each is computed where the rule reads it.
 
     Its entropy and a token's rank take another pass over the row, by the calling program.
     """

@@ -78,9 +78,11 @@ def verify_block(arrays: VerifyArrays, schedule: Schedule, residual_tile: Tile) 
     size = schedule.num_requests
     k = schedule.max_draft_tokens
     vocab_size = arrays.target_logits.shape[1]
-    schedule = schedule._replace(has_bonus_rows=schedule.is_small)
+    schedule = schedule._replace(has_bonus_rows=schedule.is_small_batch)
     partials = reduce_rows(arrays, schedule).partials
-    triggers = schedule.is_small and schedule.options.implementation.device_facts().supports_pdl
+    triggers = (
+        schedule.is_small_batch and schedule.options.implementation.device_facts().supports_pdl
+    )
     num_programs = schedule.config.judge_programs(size, k)
     judged = schedule.launch(
         block_judge_kernel,
@@ -98,9 +100,9 @@ def verify_block(arrays: VerifyArrays, schedule: Schedule, residual_tile: Tile) 
         (arrays, partials, judged),
         _Residuals(
             output((size * k, num_tiles * residual_tile.num_blocks)),
-            None if schedule.is_small else partials,
+            None if schedule.is_small_batch else partials,
         ),
-        num_programs=(size * k if schedule.is_small else size) * num_tiles,
+        num_programs=(size * k if schedule.is_small_batch else size) * num_tiles,
         row_tile=row_tile,
         triggers=triggers,
     )
@@ -140,7 +142,7 @@ def block_judge_kernel(
     judged = judge_request(load_request(arrays, b, schedule), partials)
     i = jax.lax.iota(jnp.int32, judged.status.shape[0])
     is_own = divmod_i32(i, programs_per_request)[1] == share
-    if not schedule.is_small:
+    if not schedule.is_small_batch:
         judged = bound_open(judged, partials, is_own)
     store_judged(judged, out, is_own)
 
@@ -185,7 +187,7 @@ def block_residual_kernel(
     def store_masses(prefix: AcceptedPrefix) -> None:
         _store_masses(prefix, partials, tile_index, out.log_masses)
 
-    if schedule.is_small:
+    if schedule.is_small_batch:
         # Loaded early, so that the load does not wait for `is_needed`.
         prefix = prefix_of(prefix_index)
         is_needed = reduce_where(reads.astype(jnp.int32), i == prefix_index) > 0
@@ -247,7 +249,7 @@ def _load_accepted(
         num_accepted < 0, lambda: _find_longest(judged, rows.log_masses, b, schedule), num_accepted
     )
     prefix = load_prefix(judged, load_request(arrays, b, schedule), num_accepted)
-    return prefix if schedule.is_small else add_bonus_row(prefix, rows.partials)
+    return prefix if schedule.is_small_batch else add_bonus_row(prefix, rows.partials)
 
 
 def _find_longest(

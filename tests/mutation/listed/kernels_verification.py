@@ -499,8 +499,8 @@ MUTATIONS = (
     ),
     Mutation(
         f"{_PALLAS}verify.verify_rows",
-        "reduce_rows if schedule.is_small else accept_rows",
-        "accept_rows if schedule.is_small else accept_rows",
+        "reduce_rows if schedule.is_small_batch else accept_rows",
+        "accept_rows if schedule.is_small_batch else accept_rows",
         why="a small batch's rows are evaluated as a large one's",
         equivalent="both ways give the same tokens, as "
         "`test_verification_emits_the_reference_s_tokens` shows; a schedule is a matter of time",
