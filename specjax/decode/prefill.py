@@ -161,7 +161,8 @@ def _gpu_prefill() -> Any:
 def run_prefill(models: Models, requests: RequestBatch, *, options: StaticOptions) -> DecodeState:
     """Returns a state that has read all but the last token of each prompt, and drafted nothing.
 
-    The first step feeds these last tokens, so that only the step's program verifies.
+    The first step feeds these last tokens and draws the first generated ones. So no token is drawn
+    here, and verification is compiled into the step's program alone.
 
     Args:
       models: as in `init_and_step.init`.
