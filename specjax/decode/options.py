@@ -3,11 +3,9 @@
 import dataclasses
 from typing import Any
 
-import jax
-
 from specjax.checks import check_count, check_type
 from specjax.config import SpeculativeConfig
-from specjax.implementation import Implementation
+from specjax.implementation import Implementation, resolve_implementation
 
 __all__ = [
     "LoopOptions",
@@ -16,6 +14,7 @@ __all__ = [
     "StepOptions",
     "check_capacity",
     "default_chunk_size",
+    "uses_kernels",
 ]
 
 # Tokens of a prompt that a CPU reads at once. It reads padding as slowly as tokens.
@@ -26,9 +25,14 @@ PREFILL_CHUNK_SIZE = 128
 _GPU_CHUNK_SIZE = 512
 
 
+def uses_kernels() -> bool:
+    """Returns whether models run through kernels by default on this machine."""
+    return resolve_implementation(None).name in ("auto", "triton")
+
+
 def default_chunk_size(num_prompts: int = 1) -> int:
     """Returns the tokens of each of some prompts that the models read at once by default."""
-    if jax.default_backend() != "gpu":
+    if not uses_kernels():
         return PREFILL_CHUNK_SIZE
     return max(PREFILL_CHUNK_SIZE, _GPU_CHUNK_SIZE // num_prompts)
 
@@ -48,7 +52,7 @@ class LoopOptions:
         depend on it.
       prefill_chunk_size: tokens of a prompt that the models read at once, a Python int >= 1. It
         bounds the memory of a long prompt; tokens do not depend on it. None is 128;
-        on a GPU 512 of one prompt, 256 of each of two.
+        through kernels 512 of one prompt, 256 of each of two.
       num_logprobs: likeliest tokens listed for every generated token, besides its own rank and
         log-probability, a Python int in [0, V]. None lists none.
       logprobs_mode: "raw" lists the model's distribution at temperature 1, "processed" the

@@ -2,10 +2,9 @@
 
 The grid's programs run in no fixed order, but start in about the order of their index. Programs of
 one launch see each other's stores only through `is_last_arrival`, and in `cutoff_search_kernel`
-through the arrivals of a team (`cutoff.team`). Three exceptions give equal results in any order:
+through the arrivals of a team (`cutoff.team`). Two exceptions give equal results in any order:
 
 - the `atomic_max` that publishes a stop in `verify_accept_kernel`;
-- the NaN keys of `attention_kernel`;
 - the slots of new tokens in `fused_attention_kernel`.
 
 The stores of a launch are visible to the next one, with programmatic dependent launch too

@@ -166,7 +166,8 @@ def matmul(
     """
     tiling = product_tiling(x, matrix, choice)
     if tiling is None:
-        if next_is_kernel and num_xla_parts(x, matrix) == 2:
+        is_many = math.prod(x.shape[:2]) > choice.config.max_matmul_rows
+        if next_is_kernel and is_many and num_xla_parts(x, matrix) == 2:
             return _halves(x, matrix)
         dtype = jnp.float32 if is_summed else None
         return jnp.matmul(x, matrix, preferred_element_type=dtype)[None]
@@ -175,7 +176,7 @@ def matmul(
 
 
 def num_xla_parts(x: jax.Array, matrix: jax.Array) -> int:
-    """Returns 2 if a product in tiles of 128 x 128 leaves multiprocessors idle, else 1.
+    """Returns 2 if tiles of 128 x 128 leave multiprocessors idle, and K divides by 256; else 1.
 
     XLA would split such a product along K, too, and launch a kernel that adds the parts.
     """
@@ -223,6 +224,7 @@ def glu(
             x.squares,
             norm=norm,
             activation=activation,
+            dtype=x.rows.dtype,
             interpret=choice.interpret,
         )
     else:

@@ -119,7 +119,7 @@ def _attention(
     head_norm: NormSpec | None,
     tiling: AttentionTiling,
     interpret: bool,
-) -> tuple[PartialSoftmax, jax.Array | None, tuple[jax.Array, jax.Array]]:
+) -> tuple[PartialSoftmax | None, jax.Array | None, tuple[jax.Array, jax.Array]]:
     """Returns the partial softmax of every split, the output or None, and the cache.
 
     The output is None if `combine_kernel` is to write it.
@@ -127,6 +127,7 @@ def _attention(
     keys, values, y_shape = operands.keys, operands.values, _output_shape(operands)
     (batch, num_kv_heads, _, head_dim), num_tokens = keys.shape, operands.positions.shape[1]
     num_tiles, num_query_heads = batch * num_kv_heads * tiling.num_tiles, y_shape.shape[2]
+    is_whole = tiling.num_splits == 1 and tiling.combines_in_attention
     prepared = launch(
         functools.partial(prepare_qkv_kernel, norm=norm, head_norm=head_norm),
         operands,
@@ -150,7 +151,7 @@ def _attention(
             prepared.counters,
         ),
         AttentionOutputs(
-            _partials_shape(operands, tiling.num_splits, tiling),
+            None if is_whole else _partials_shape(operands, tiling.num_splits, tiling),
             y_shape if tiling.combines_in_attention else None,
             prepared.counters,
         ),

@@ -1,4 +1,4 @@
-"""Flash-decoding: attention of a few tokens to a cache, one program per split of its slots.
+"""Flash-decoding: attention of new tokens to a cache, one program per split of its slots.
 
 A split stores an online softmax (m_i, l_i, acc), and `combine` merges the splits. The rows of a
 program's tile are the query heads of one key-value head, for some or all tokens. So a key is
@@ -94,12 +94,12 @@ class AttentionOutputs(NamedTuple):
 
     Attributes:
       partials: of at most P splits; not written where one split has a tile's whole cache, and `y`
-        is given.
+        is given; None if P is 1 then.
       y: [B, T', H, D], zeros from T on; None if `combine_kernel` is to write it.
       counters: u32[B * G * C], how many splits are stored; unused without `y`.
     """
 
-    partials: PartialSoftmax
+    partials: PartialSoftmax | None
     y: Any
     counters: Any
 
@@ -206,7 +206,7 @@ def attention_kernel(
     m_i = max s, l_i = sum e^(s - m_i), acc = sum e^(s - m_i) v. Then as in `combine`.
     Grid: B * G * C * P programs of 2 to 8 warps. A tile is `tokens_per_tile` tokens of a request
     with the query heads of a key-value head; C tiles hold all tokens. One program owns every P_b-th
-    block of 64 slots for a tile. P_b <= P follows from the tile's last position alone
+    block of 64 slots for a tile. P_b <= P follows from the request's own positions alone
     (`num_active_splits`), so that a long request among short ones has more splits. A program from
     P_b on ends at once.
     Bytes per tile: each block of slots that a token attends to once, at most 2 S D * itemsize. The
@@ -251,12 +251,14 @@ def attention_kernel(
         return kv.attend(None, Queries(heads, last), visible, [], spec)
 
     if out.y is None:
+        assert out.partials is not None
         store_partial(out.partials, tile, split, attend(num_splits), is_row)
         return
     if num_splits == 1:
         store_output(out.y, b, rows, attend(1))
         return
-    num_active = num_active_splits(visible, tiling)
+    assert out.partials is not None
+    partials, num_active = out.partials, num_active_splits(visible, tiling)
 
     @pl.when(split < num_active)
     def _() -> None:
@@ -268,14 +270,12 @@ def attention_kernel(
 
         @pl.when(num_active > 1)
         def _() -> None:
-            store_partial(out.partials, tile, split, state, is_row)
+            store_partial(partials, tile, split, state, is_row)
 
             @pl.when(is_last_arrival(out.counters, (tile,), num_active, interpret))
             def _() -> None:
                 at_once = tiling.num_register_splits
-                store_output(
-                    out.y, b, rows, combine(out.partials, tile, is_row, num_active, at_once)
-                )
+                store_output(out.y, b, rows, combine(partials, tile, is_row, num_active, at_once))
 
 
 def num_active_splits(visible: VisibleBlocks, tiling: AttentionTiling) -> jax.Array:

@@ -167,7 +167,7 @@ def glu_activation_kernel(
 
     Grid: R * tiles programs of 4 warps; one owns 1024 columns of one row.
     Bytes per row: N * itemsize read, N / 2 * itemsize written.
-    Why a launch: XLA takes two more for the sum and the root of the norm.
+    Why a launch: XLA takes two more where the norm is deferred, for its sum and its root.
     Memory order: loads begin after XLA's product has ended. It triggers no launch early, because
     XLA's next product does not wait.
     Reference: Shazeer, 2020, arXiv:2002.05202: GLU.
@@ -331,6 +331,7 @@ def glu_activation(
     *,
     norm: NormSpec,
     activation: Callable[[jax.Array], jax.Array],
+    dtype: Any,
     interpret: bool,
 ) -> jax.Array:
     """Returns activation(gate) * up of rows, [B, T', I].
@@ -340,6 +341,7 @@ def glu_activation(
       squares: f32[B, T', n], sums of squares of the rows' deferred norm; None if there is none.
       norm: the deferred norm.
       activation: of the gate, in float32.
+      dtype: of the result.
       interpret: run in Pallas' interpreter.
     """
     *lead, columns = gate_up.shape
@@ -348,7 +350,7 @@ def glu_activation(
     y = launch(
         functools.partial(glu_activation_kernel, norm=norm, activation=activation),
         ActivationOperands(gate_up.reshape(num_rows, columns), squares),
-        ActivationOutput(output((num_rows, width), gate_up.dtype)),
+        ActivationOutput(output((num_rows, width), dtype)),
         num_programs=num_rows * GLU_TILE.num_tiles(width),
         num_warps=GLU_TILE.num_warps,
         interpret=interpret,

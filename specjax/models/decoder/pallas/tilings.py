@@ -39,7 +39,7 @@ BLOCK_KV = 64
 # Multiprocessors of a Hopper GPU.
 NUM_MULTIPROCESSORS = 132
 
-# Programs of a product of more than 64 rows, of which each has 64 columns, are at least as many.
+# Programs of a product of more than 64 rows are at least as many, if 8 parts suffice for that.
 _MIN_TALL_PROGRAMS = 128
 
 # Bytes of a multiprocessor's shared memory, 228 KiB on Hopper, for one program, and for all of its
@@ -50,11 +50,12 @@ _MULTIPROCESSOR_BYTES = 224 * 1024
 # The smallest side of a product that Triton multiplies.
 MIN_MMA = 16
 
-# Rows of a tile of queries where all queries of a key-value head are more than 64.
+# Rows of a tile of queries for more than 16 tokens, or more than 64 queries of a key-value head.
 _LONG_ROWS = 128
 
-# Most splits that a long request has, beyond those of requests of equal lengths.
-_MAX_LONG_SPLITS = 16
+# Most splits that a long request has, beyond an even share of the GPU, and most programs for them:
+# those without slots to read end at once, but take a microsecond to begin.
+_MAX_LONG_SPLITS, _MAX_LONG_PROGRAMS = 16, 4096
 
 # Elements of a row that one program adds and squares. It is small, so that one request's row of
 # 4096 elements, in up to eight parts, still gives 16 programs.
@@ -70,7 +71,8 @@ class DecodeConfig:
 
     Attributes:
       prepares_in_attention: whether attention prepares queries, keys and values itself.
-      num_kv_splits: programs that share the cache of a key-value head, if requests have one length.
+      num_kv_splits: programs that share the cache of a key-value head of up to so many times
+        `blocks_per_split` blocks.
       blocks_per_split: blocks of slots from which on a program shares a long request's cache.
       num_register_splits: splits that the combining program loads at a time.
       combines_in_attention: whether the last program of a key-value head combines its splits.
@@ -115,7 +117,7 @@ class AttentionTiling(NamedTuple):
       tokens_per_tile: tokens of a tile, each with the query heads of a key-value head.
       num_tiles: C, tiles of a request's key-value head.
       num_splits: P, most programs that share a tile's cache.
-      even_splits: programs that share it if all requests have one length.
+      even_splits: programs that share it at least: an even share of the GPU.
       blocks_per_split: blocks of slots from which on a program shares them with another one.
       num_warps: of a program.
       num_stages: iterations of the loop over slots whose loads are in flight at once.
@@ -230,7 +232,8 @@ def attention_tiling(
     """Returns the tiling of attention to a cache; None if a program's shared memory is too small.
 
     At most 16 tokens with at most 64 queries of a key-value head are one tile. More are tiles of
-    128 rows.
+    128 rows, or 64 where shared memory is small; no head may have more queries. For them `config`
+    sets at most the number of splits, and the last program combines.
 
     Args:
       positions: (B, T).
@@ -248,7 +251,15 @@ def attention_tiling(
         num_rows = num_query_rows(num_tokens, num_padded_tokens, queries_per_kv, is_fused)
         tokens_per_tile = num_padded_tokens
     else:
-        is_fused, num_rows = False, max(_LONG_ROWS, next_power_of_2(queries_per_kv))
+        # 64 rows where the keys and values next to 128 would not fit.
+        fitting = (
+            n
+            for n in (_LONG_ROWS, _LONG_ROWS // 2)
+            if num_attention_stages(n, head_dim, itemsize, shared_memory_bytes)
+        )
+        is_fused, num_rows = False, next(fitting, 0)
+        if num_rows < queries_per_kv:
+            return None
         tokens_per_tile = num_rows // queries_per_kv
     num_tiles = -(-num_padded_tokens // tokens_per_tile)
     wanted = num_kv_splits(batch * num_kv_heads * num_tiles, num_slots)
@@ -265,7 +276,8 @@ def attention_tiling(
         even_splits = num_splits = min(num_splits, 2 * at_once)
     elif combines:
         long_splits = -(-num_slots // (BLOCK_KV * config.blocks_per_split))
-        num_splits = max(num_splits, min(_MAX_LONG_SPLITS, long_splits))
+        most = min(_MAX_LONG_SPLITS, _MAX_LONG_PROGRAMS // (batch * num_kv_heads))
+        num_splits = max(num_splits, min(most, long_splits))
     # A fused program loads its first block before it knows the tokens. If it has only that block,
     # further stages would take shared memory for nothing.
     has_loop = not is_fused or even_splits * BLOCK_KV < num_slots
