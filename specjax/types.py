@@ -31,7 +31,8 @@ class Draft:
     """Drafted tokens of a batch and the logits that they were sampled from; a pytree.
 
     Attributes:
-      token_ids: i32[B, K]. A -1 ends the drafted tokens of a request.
+      token_ids: i32[B, K]. A -1 ends the drafted tokens of a request. Drawn on `Stream.draft(i)`,
+        or with a key that no call of this library gets: its verification's key gives biased text.
       logits: [S, K, V_d] in bf16, f16 or f32, raw draft logits, with S = B unless
         `rows` is given. None means one-hot drafts everywhere.
       temperature: f32[B], at which the tokens were sampled. None is the request's own
@@ -82,18 +83,18 @@ class RaggedDraft:
     """Drafted tokens of all requests laid end to end; a pytree.
 
     Request r owns drafted rows ``cu[r]:cu[r + 1]`` and target rows
-    ``cu[r] + r : cu[r + 1] + r + 1``, the last its bonus row, with
-    ``cu = cu_num_draft_tokens``. Rows past ``cu[B]`` are padding and change nothing. The emitted
-    tokens are those of the padded form, `Draft`.
+    ``cu[r] + r : cu[r + 1] + r + 1``, with ``cu = cu_num_draft_tokens``,
+    cumulative counts. The row after its `num_tokens` drafts decides the bonus. Rows past ``cu[B]``
+    are padding and change nothing. The emitted tokens are those of the padded form, `Draft`.
 
     Attributes:
       token_ids: i32[N]. A -1 ends the drafted tokens of a request.
-      cu_num_draft_tokens: i32[B + 1], from 0, non-decreasing, at most N; or i32[B], as vLLM has
-        it, without the 0. Others are refused where the host reads them without a transfer.
+      cu_num_draft_tokens: i32[B + 1], cumulative counts from 0, at most N; or i32[B], as vLLM has
+        them, without the 0. Others are refused where the host reads them without a transfer.
       max_draft_tokens: K, a Python int, static: the width of a result. A request with more has
         only its first K verified.
       logits: [S, V_d] in bf16, f16 or f32, raw draft logits, with S = N unless `rows` is given.
-        None means one-hot drafts everywhere.
+        None means one-hot drafts everywhere. Of probabilities, their log at temperature 1.
       temperature: f32[B], as in `Draft`, as is every field below.
       logprobs: f32[N], or None.
       logsumexp: f32[N], or None.

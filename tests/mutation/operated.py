@@ -69,6 +69,9 @@ def _asked(names: Sequence[str]) -> Iterator[tuple[Change, tuple[str, ...]]]:
 def run_operators(names: Sequence[str], seconds: float) -> int:
     """Runs versions; returns 1 where one of the table survives, and prints each that does."""
     asked = [(change, tests) for change, tests in _asked(names) if tests]
+    if not asked:
+        print(f"no listed test sees a function whose name begins with {' or '.join(names)}")
+        return 2
     recorded = {(seen.function, seen.change) for seen in read_seen()}
     survivors, num_killed = [], 0
     with copied_tree() as root:
