@@ -20,6 +20,7 @@ KINDS = {
     "add_rms_norm_kernel": "sums and norms",
     "split_k_matmul_kernel": "products",
     "fused_glu_kernel": "products",
+    "glu_activation_kernel": "sums and norms",
     # Names of before: until 23 November 2026, and until October of that year.
     "qkv_kernel": "attention",
     "see": "attention",

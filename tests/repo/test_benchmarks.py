@@ -51,6 +51,7 @@ def measured(ours="2026-01-01T10:00:00+00:00", theirs="2026-01-01T10:30:00+00:00
         (["gpu.split", "--cases", "gumbel_fp32"], ["gumbel_fp32 B=2"]),
         (["gpu.filtered"], ["nothing asked", "all three"]),
         (["gpu.mesh", "--batch", "2", "--cases", "sums"], ["sums"]),
+        (["gpu.batches", "--batch", "2"], ["plain", "EAGLE-3, K = 3"]),
         (["gpu.decode", "--batch", "2"], ["plain step", "speculative step"]),
         (["gpu.cold_start", "--case", "plain"], ['{"first":']),
         (["gpu.engine", "--cases", "queue", "late"], ["case=mixed load", "case=late prompt"]),
@@ -342,18 +343,19 @@ def test_steps_are_timed_from_one_beginning_to_the_next(benchmark):
 
 
 @pytest.mark.parametrize(
-    ("name", "table", "document"),
+    ("name", "table", "document", "card"),
     [
-        ("cutoff", "cutoff_table", "docs/measurements.md"),
-        ("cutoff", "brief_table", "docs/speed.md"),
-        ("decode", "decode_table", "docs/measurements.md"),
-        ("mesh", "mesh_table", "docs/scaling.md"),
+        ("batches", "batches_table", "docs/measurements.md", "h100"),
+        ("cutoff", "cutoff_table", "docs/measurements.md", "h200"),
+        ("cutoff", "brief_table", "docs/speed.md", "h200"),
+        ("decode", "decode_table", "docs/measurements.md", "h200"),
+        ("mesh", "mesh_table", "docs/scaling.md", "h200"),
     ],
 )
 def test_the_tables_of_the_documents_are_those_of_the_measurements(
-    name, table, document, benchmark
+    name, table, document, card, benchmark
 ):
-    made, result = benchmark(f"tables.{name}"), RESULT.with_name(f"h200_{name}.json")
+    made, result = benchmark(f"tables.{name}"), RESULT.with_name(f"{card}_{name}.json")
     table = getattr(made, table)(json.loads(result.read_text(encoding="utf-8")))
     text = (ROOT / document).read_text(encoding="utf-8")
     assert (
