@@ -30,7 +30,7 @@ from specjax.pallas.launch import divmod_i32
 __all__ = ["PreparedQKV", "num_token_tiles", "prepare_qkv_kernel"]
 
 # Tokens of a program's tile.
-TOKEN_TILE = 16
+_TOKEN_TILE = 16
 
 
 class PreparedQKV(NamedTuple):
@@ -77,8 +77,8 @@ def prepare_qkv_kernel(
     num_tiles = num_token_tiles(num_tokens)
     tile, head = divmod_i32(pl.program_id(0), num_query_heads + num_kv_heads)
     b, tile_in_request = divmod_i32(tile, num_tiles)
-    token = jax.lax.iota(jnp.int32, min(TOKEN_TILE, next_power_of_2(num_tokens)))
-    token += tile_in_request * TOKEN_TILE
+    token = jax.lax.iota(jnp.int32, min(_TOKEN_TILE, next_power_of_2(num_tokens)))
+    token += tile_in_request * _TOKEN_TILE
     inside = token < num_tokens
     qkv = RequestQKV(operands, b, make_inv_rms(operands.squares, b, num_tokens, norm), head_norm)
 
@@ -118,4 +118,4 @@ def prepare_qkv_kernel(
 
 def num_token_tiles(num_tokens: int) -> int:
     """Returns the number of tiles of T tokens."""
-    return -(-num_tokens // TOKEN_TILE)
+    return -(-num_tokens // _TOKEN_TILE)
