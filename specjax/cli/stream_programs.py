@@ -72,7 +72,7 @@ _FUNCTIONS = {
 
 
 class StreamPrograms:
-    """The programs of texts of one kind, all of which begin to be compiled at once.
+    """The programs of texts of one kind; those of the first token begin to be compiled at once.
 
     Args:
       target: the model; only the shapes of its weights are read.
@@ -106,42 +106,49 @@ class StreamPrograms:
         # As many at once as there are processors, those of the first token first.
         self._pool = futures.ThreadPoolExecutor(os.cpu_count())
         self._programs: dict[str, futures.Future[Callable[..., Any] | None]] = {}
-        self._kept: Kept = {}
+        # Functions that load or compile the programs that nothing has begun yet.
+        self._pending: dict[str, Callable[[], Callable[..., Any] | None]] = {}
+        self._path: pathlib.Path | None = None
         if self.compiles_at_calls or jax.config.values["jax_disable_jit"]:
             return
-        # Few cores have enough to do until the first token is there: the others are loaded later.
-        self._kept = {} if path is None else read_programs(path)
-        self._load("begin", "chunk", "first")
-        if not self._programs:
-            self._begin_all(Models(target, drafter))
-            if path is not None:
-                self._pool.submit(self._keep, path)
+        kept: Kept = {} if path is None else read_programs(path)
+        self._pending |= {name: functools.partial(load_kept, *kept[name]) for name in kept}
+        if not kept:
+            self._path = path
+            self._lower_all(Models(target, drafter))
+        # Few cores have enough to do until the first token is there.
+        has_cores = not kept and (os.cpu_count() or 1) > 4
+        self._begin(*_FUNCTIONS if has_cores else ("begin", "chunk", "first"))
 
-    def _load(self, *names: str) -> None:
-        """Begins to load programs of the file."""
-        for name in self._kept.keys() & names:
-            self._programs[name] = self._pool.submit(load_kept, *self._kept.pop(name))
+    def _begin(self, *names: str) -> None:
+        """Begins to load or compile programs; keeps all in the file once all are begun."""
+        for name in names:
+            if name in self._pending:
+                self._programs[name] = self._pool.submit(self._pending.pop(name))
+        if self._path is not None and not self._pending:
+            self._pool.submit(self._keep, self._path)
+            self._path = None
 
-    def _begin_all(self, models: Models) -> None:
-        """Begins to compile the programs, in the order in which a text needs them."""
+    def _lower_all(self, models: Models) -> None:
+        """Lowers the programs, in the order in which a text needs them."""
         drafter = models.drafter
         # A drafter without parameters looks tokens up.
         looks_up = drafter is not None and not jax.tree.leaves(drafter.params)
-        begun = self._begin("begin", models, self._requests, is_small=True)
-        read = self._begin("chunk", models, begun, np.int32(0))
-        state, hidden = self._begin("first", drafter, *read, is_small=True)
+        begun = self._lower("begin", models, self._requests, is_small=True)
+        read = self._lower("chunk", models, begun, np.int32(0))
+        state, hidden = self._lower("first", drafter, *read, is_small=True)
         if drafter is not None:
-            state = self._begin("draft", drafter, state, hidden, is_small=looks_up)
-        rows = self._begin("rows", models, state)
-        self._begin("commit", drafter, *rows, is_small=True)
+            state = self._lower("draft", drafter, state, hidden, is_small=looks_up)
+        rows = self._lower("rows", models, state)
+        self._lower("commit", drafter, *rows, is_small=True)
 
-    def _begin(self, name: str, *operands: Any, is_small: bool = False) -> Any:
-        """Begins to compile a program; returns the shapes of its results."""
+    def _lower(self, name: str, *operands: Any, is_small: bool = False) -> Any:
+        """Lowers a program, to be compiled; returns the shapes of its results."""
         # Traced and lowered by this thread, whose settings of JAX may be its own.
         lowered = _FUNCTIONS[name].lower(*operands, options=self._options[name])
         options = prefill_options() if name == "chunk" else None
         options = small_program_options() if is_small else options
-        self._programs[name] = self._pool.submit(lowered.compile, options)
+        self._pending[name] = functools.partial(lowered.compile, options)
         return lowered.out_info
 
     def _keep(self, path: pathlib.Path) -> None:
@@ -158,7 +165,7 @@ class StreamPrograms:
 
         A program takes longer when it runs first.
         """
-        self._load(*_FUNCTIONS)
+        self._begin(*_FUNCTIONS)
         start = time.perf_counter()
         state = self.step(target, drafter, self.read_prompt(target, drafter))
         self.step(target, drafter, state)
@@ -184,7 +191,7 @@ class StreamPrograms:
         models = Models(target, drafter)
         with explain_out_of_memory(models, *self._requests.token_ids.shape):
             if rows is None:
-                self._load(*_FUNCTIONS)
+                self._begin(*_FUNCTIONS)
                 name, state = "commit", self.draft(drafter, state)
                 state, rows = self._call("rows", models, state)
             state, self._hidden = self._call(name, drafter, state, rows)
