@@ -12,7 +12,7 @@ BEGIN, END = "<!-- batches-table -->", "<!-- /batches-table -->"
 
 
 def batches_table(result: dict[str, Any]) -> str:
-    """Times of steps and prompts by batch size, and where those of full batches go."""
+    """Returns two tables as markdown: times by batch size, and full steps by kind of kernel."""
     section = result["specjax"]
     cases = section["cases"]
     lines = [
