@@ -16,6 +16,7 @@ import jax.export
 __all__ = [
     "Draft",
     "Model",
+    "Pieces",
     "RaggedDraft",
     "Sample",
     "TreeDraft",
@@ -257,6 +258,19 @@ jax.export.register_namedtuple_serialization(
 )
 
 
+class Pieces(NamedTuple):
+    """The cache of a call on P pieces of texts, of which several may be of one text.
+
+    Attributes:
+      cache: of R texts: a target's cache, or a drafter's state.
+      rows: i32[P], the text that each piece continues. The pieces of a text come in order, next to
+        one another. Each is full, but for the last; a piece without a token is of no text.
+    """
+
+    cache: Any
+    rows: jax.Array
+
+
 @dataclasses.dataclass(frozen=True)
 class Model:
     """A language model: parameters and pure functions.
@@ -285,6 +299,8 @@ class Model:
       split_logits: `logits` that are not gathered, of a model whose vocabulary lies over the
         `model` axis of its placement: [..., N * W] of N devices' W tokens each, N * W >= V,
         those past V padding. Or None.
+      reads_pieces: whether `apply` and `apply_with_taps` take `Pieces` for a cache, too. They then
+        return the cache in it. A piece's bits may not depend on the other texts' pieces.
     """
 
     params: Any
@@ -295,6 +311,7 @@ class Model:
     apply_with_taps: Callable[..., tuple[jax.Array, jax.Array, Any]] | None = None
     placement: Any = None
     split_logits: Callable[[Any, jax.Array], jax.Array] | None = None
+    reads_pieces: bool = False
 
 
 jax.tree_util.register_dataclass(

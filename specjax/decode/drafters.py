@@ -50,6 +50,8 @@ class Drafter:
         these tokens, else None. It is then called after each step, too, with the tokens that the
         target has read and the step has committed.
       taps: A static ints; `features[B, C, A * E]` are then those of `Model.apply_with_taps`.
+      reads_pieces: whether `extend` takes `specjax.types.Pieces` for a state, too. It then returns
+        the state in it.
     """
 
     params: Any
@@ -58,12 +60,13 @@ class Drafter:
     propose: Callable[..., tuple[Draft, Any]]
     reads_features: bool = False
     taps: tuple[int, ...] = ()
+    reads_pieces: bool = False
 
 
 jax.tree_util.register_dataclass(
     Drafter,
     data_fields=["params"],
-    meta_fields=["init", "extend", "propose", "reads_features", "taps"],
+    meta_fields=["init", "extend", "propose", "reads_features", "taps", "reads_pieces"],
 )
 
 
@@ -88,7 +91,7 @@ def model_drafter(model: Model) -> Drafter:
       1.0
     """
     given = (model.init_cache, model.apply, model.logits, model.placement)
-    return Drafter(model.params, *_model_functions(*given))
+    return Drafter(model.params, *_model_functions(*given), reads_pieces=model.reads_pieces)
 
 
 @functools.lru_cache(maxsize=64)
@@ -187,7 +190,7 @@ def ngram_drafter(max_ngram: int = 3, min_ngram: int = 1) -> Drafter:
         return ()
 
     def extend(params: Any, state: Any, *chunk: Any) -> Any:
-        return state
+        return ()
 
     def draft(
         params: Any,
@@ -205,7 +208,7 @@ def ngram_drafter(max_ngram: int = 3, min_ngram: int = 1) -> Drafter:
         assert inputs.num_tokens is not None
         return Draft(ids, num_tokens=jnp.minimum(inputs.num_tokens, count)), state
 
-    return Drafter((), init, extend, draft)
+    return Drafter((), init, extend, draft, reads_pieces=True)
 
 
 def _look_up(
@@ -251,6 +254,12 @@ class Models(NamedTuple):
     def taps(self) -> tuple[int, ...]:
         """The layers of the target whose states the drafter reads."""
         return () if self.drafter is None else self.drafter.taps
+
+    @property
+    def reads_pieces(self) -> bool:
+        """Whether `read_chunk` takes pieces of texts."""
+        target, drafter = self
+        return target.reads_pieces and (drafter is None or drafter.reads_pieces)
 
     def init_caches(self, batch_size: int, max_length: int) -> tuple[Any, Any]:
         """Returns the target's cache and the drafter's state of a batch that has read no token."""

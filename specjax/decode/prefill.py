@@ -33,7 +33,7 @@ from specjax.decode.target_step import TargetRows, apply_model, gather_row, scor
 from specjax.devices.placement import pvary_like, with_auto_axes
 from specjax.processing.apply_sampling import count_prompt
 from specjax.processing.grammar import start_states
-from specjax.types import Draft
+from specjax.types import Draft, Pieces
 
 __all__ = [
     "begin_compilation",
@@ -289,6 +289,7 @@ def read_chunk(
     token_ids: jax.Array,
     positions: jax.Array,
     drafter_end: jax.Array | None = None,
+    rows: jax.Array | None = None,
 ) -> tuple[Any, Any, tuple[jax.Array, jax.Array | None]]:
     """Returns both models' states after given tokens, and the target's outputs for these tokens.
 
@@ -299,18 +300,21 @@ def read_chunk(
       token_ids: i32[B, C].
       positions: i32[B, C], -1 where there is no token.
       drafter_end: i32[B, 1], the first position that the drafter does not read; None reads all.
+      rows: i32[B], of `specjax.types.Pieces`, where both models read pieces; None is row b of b.
 
     Returns:
       The target's cache, the drafter's state, and a pair: hidden states [B, C, D], and features
       [B, C, A * D] of the drafter's A taps, or None without taps.
     """
     target, drafter = models
-    hidden, features, cache = apply_model(target, token_ids, positions, cache, models.taps)
+    whole = functools.partial(Pieces, rows=rows) if rows is not None else lambda cache: cache
+    hidden, features, cache = apply_model(target, token_ids, positions, whole(cache), models.taps)
     if drafter is not None:
         if drafter_end is not None:
             positions = jnp.where(positions < drafter_end, positions, -1)
         # A drafter with taps reads the target's states after those layers, one without the last.
         states = features if models.taps else hidden
         states = states if drafter.reads_features else None
-        drafter_state = drafter.extend(drafter.params, drafter_state, token_ids, positions, states)
+        operands = (whole(drafter_state), token_ids, positions, states)
+        drafter_state = drafter.extend(drafter.params, *operands)
     return cache, drafter_state, (hidden, features)

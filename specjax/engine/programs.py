@@ -24,6 +24,7 @@ from specjax.engine.slots import PromptRow, RequestSettings, StepOutput
 from specjax.types import Model
 
 __all__ = [
+    "BatchShape",
     "Programs",
     "devices_of",
     "empty_chunk",
@@ -40,6 +41,22 @@ _PREFILL_AHEAD = 2
 # Most prompts that a CPU reads together, and the least `chunk_size` for that. With shorter chunks,
 # or in bfloat16, a batch rounds otherwise than a prompt alone.
 _MAX_PROMPTS, _MIN_CHUNK = 16, 64
+# Most prompts that are read as pieces, and tokens of a piece: one tile of the decoder's attention.
+_MAX_PACKED_PROMPTS, _PIECE_SIZE = 8, 16
+
+
+class BatchShape(NamedTuple):
+    """Sizes of the batch in which prompts are read together.
+
+    Attributes:
+      num_rows: N, prompts in the batch.
+      piece_size: tokens of a prompt in one row of the program's tokens.
+      num_pieces: P, pieces of any of the prompts that the program reads; 0 is one of each prompt.
+    """
+
+    num_rows: int
+    piece_size: int
+    num_pieces: int = 0
 
 
 class Programs(NamedTuple):
@@ -53,10 +70,10 @@ class Programs(NamedTuple):
       chunk_size: C, tokens of a prompt that are read at once.
       prefill_chunk: `(row, token_ids[1, C], positions[1, C]) -> PromptRow`.
       new_target_row: `(*, max_length) -> PromptRow` without a drafter's state.
-      batch_size: N, prompts that are read together, in rows of the least length; 0 for none.
-      batch_chunk_size: tokens of each that are read at once.
+      batch: sizes of the batch of prompts, in rows of the least length; None without one.
       put_row: `(rows, row, index) -> rows` with the row of one prompt among N.
-      prefill_batch: `(rows, token_ids[N, batch_chunk_size], positions) -> rows`.
+      prefill_batch: `(rows, token_ids[N, piece_size], positions) -> rows`; for pieces
+        `(rows, token_ids[P, piece_size], positions, row_of_piece[P]) -> rows`.
       take_row: `(rows, index) -> PromptRow` of one prompt.
       admit: `(slots, row, slot, prompt[1, S], request) -> slots`, with a row of any of the lengths.
       step: `(slots, allowed) -> (slots, StepOutput)`.
@@ -75,8 +92,7 @@ class Programs(NamedTuple):
     chunk_size: int
     prefill_chunk: Callable[..., PromptRow]
     new_target_row: Callable[..., PromptRow]
-    batch_size: int
-    batch_chunk_size: int
+    batch: BatchShape | None
     put_row: Callable[..., PromptRow]
     prefill_batch: Callable[..., PromptRow]
     take_row: Callable[..., PromptRow]
@@ -94,16 +110,24 @@ class Programs(NamedTuple):
     def prefill_depth(self) -> int:
         """Entries of the queue that are read before a slot is empty.
 
-        With a batch, N of them are in it, and N / 2 may be read and wait for a slot.
+        With a batch, N of them are in it, and N / 2 may be read and wait for a slot. Those that are
+        read in pieces wait in their rows.
         """
-        return max(_PREFILL_AHEAD, self.batch_size + self.batch_size // 2)
+        if self.batch is None:
+            return _PREFILL_AHEAD
+        num_rows = self.batch.num_rows
+        return num_rows if self.batch.num_pieces else num_rows + num_rows // 2
 
     @property
     def prefill_slots(self) -> float:
         """Memory of in-flight prefills, in slots."""
-        # The batch's rows, those prefilled ahead of it, and an empty one.
-        num_rows = self.batch_size and self.batch_size + self.prefill_depth - _PREFILL_AHEAD + 1
         # 2.5 = two rows and, while one grows, its half-length predecessor.
+        if self.batch is None:
+            return 2.5
+        # The batch's rows, those prefilled ahead of it, and an empty one.
+        num_rows = self.batch.num_rows + self.prefill_depth - _PREFILL_AHEAD + 1
+        if self.batch.num_pieces:
+            num_rows = self.batch.num_rows
         return 2.5 + num_rows * self.row_lengths[0] / self.row_lengths[-1]
 
     def of_target(self) -> "Programs":
@@ -142,11 +166,13 @@ def make_programs(
     # The state of a whole-prompt drafter cannot be grown: use rows of full length.
     drafts = shapes.drafter_state
     is_whole = bool(jax.tree.leaves(drafts)) and not reads_chunks(drafts)
-    lengths = (max_length,) if is_whole else row_lengths(max_length, chunk_size)
     num_slots, leaf_axes = shapes.lengths.size, tuple(jax.tree.leaves(axes_of_row))
     new_row = functools.partial(slots.new_row, models)
     prefill_chunk = functools.partial(slots.prefill_chunk, models)
-    batch = _choose_batch(new_row, num_slots, lengths[0], chunk_size)
+    batch = _choose_pieces(models, num_slots, chunk_size)
+    is_fixed = is_whole or batch is not None
+    lengths = (max_length,) if is_fixed else row_lengths(max_length, chunk_size)
+    batch = batch or _choose_batch(new_row, num_slots, lengths[0], chunk_size)
     return Programs(
         new_row=new_row,
         grow_row=functools.partial(slots.grow_row, models),
@@ -154,8 +180,7 @@ def make_programs(
         chunk_size=chunk_size,
         prefill_chunk=prefill_chunk,
         new_target_row=functools.partial(slots.new_row, models._replace(drafter=None)),
-        batch_size=batch[0],
-        batch_chunk_size=batch[1],
+        batch=batch,
         put_row=functools.partial(slots.put, axes=leaf_axes),
         prefill_batch=prefill_chunk,
         take_row=functools.partial(slots.take, axes=leaf_axes),
@@ -187,10 +212,22 @@ def _check_placement(target: Model) -> None:
         )
 
 
+def _choose_pieces(models: Models, num_slots: int, chunk_size: int) -> BatchShape | None:
+    """Returns the batch whose prompts are read in pieces, on a GPU by models that can; or None.
+
+    A chunk then holds the next tokens of several prompts without padding. Its program has one
+    shape, and a piece's bits do not depend on the others. So every prompt is read by it.
+    """
+    num_rows = min(_MAX_PACKED_PROMPTS, num_slots // 4)
+    if num_rows < 2 or not models.reads_pieces or jax.default_backend() != "gpu":
+        return None
+    return BatchShape(num_rows, _PIECE_SIZE, -(-chunk_size // _PIECE_SIZE))
+
+
 def _choose_batch(
     new_row: Callable[..., PromptRow], num_slots: int, row_length: int, chunk_size: int
-) -> tuple[int, int]:
-    """Returns how many prompts are read together, and tokens of each; zeros for none, as off CPU.
+) -> BatchShape | None:
+    """Returns the batch whose prompts are read together, a piece of each; None off CPU.
 
     A CPU reads the weights from memory once for all prompts. Pieces of a quarter chunk have less
     padding, and together they have two chunks or more. On a GPU, other prompts in a batch would
@@ -198,11 +235,11 @@ def _choose_batch(
     """
     size = min(_MAX_PROMPTS, num_slots // 4)
     if size < 2 or chunk_size < _MIN_CHUNK or jax.default_backend() != "cpu":
-        return 0, 0
+        return None
     row = jax.eval_shape(functools.partial(new_row, max_length=row_length))
     if any(leaf.dtype == jnp.bfloat16 for leaf in jax.tree.leaves(row)):
-        return 0, 0
-    return size, max(-(-chunk_size // 4), -(-2 * chunk_size // size))
+        return None
+    return BatchShape(size, max(-(-chunk_size // 4), -(-2 * chunk_size // size)))
 
 
 def row_lengths(max_length: int, chunk_size: int) -> tuple[int, ...]:
@@ -308,6 +345,10 @@ def empty_chunk(num_prompts: int, num_tokens: int) -> tuple[np.ndarray, np.ndarr
 def _rows_of_each_length(programs: Programs) -> Iterator[PromptRow]:
     """Yields rows of an empty prompt, by every program that makes one."""
     row = programs.new_row(max_length=programs.row_lengths[0])
+    if programs.batch is not None and programs.batch.num_pieces:
+        # No prompt is read in a row of its own.
+        yield _through_batch(programs, row)
+        return
     yield row
     nothing = empty_chunk(1, programs.chunk_size)
     for i, length in enumerate(programs.row_lengths):
@@ -315,7 +356,7 @@ def _rows_of_each_length(programs: Programs) -> Iterator[PromptRow]:
             row = programs.grow_row(row, max_length=length)
         # The second chunk's row is one that a program returned.
         row = programs.prefill_chunk(programs.prefill_chunk(row, *nothing), *nothing)
-        if i == 0 and programs.batch_size:
+        if i == 0 and programs.batch is not None:
             row = _through_batch(programs, row)
             yield row
             row = programs.prefill_chunk(row, *nothing)
@@ -326,9 +367,14 @@ def _rows_of_each_length(programs: Programs) -> Iterator[PromptRow]:
 
 def _through_batch(programs: Programs, row: PromptRow) -> PromptRow:
     """Returns a row after it was one of a batch."""
-    size, first = programs.batch_size, np.int32(0)
+    assert programs.batch is not None
+    (size, piece_size, num_pieces), first = programs.batch, np.int32(0)
     rows = programs.new_row(max_length=programs.row_lengths[0], size=size)
     for _ in range(2):
-        rows = programs.put_row(rows, row, first)
-        rows = programs.prefill_batch(rows, *empty_chunk(size, programs.batch_chunk_size))
+        if num_pieces:
+            pieces = (*empty_chunk(num_pieces, piece_size), np.zeros(num_pieces, np.int32))
+            rows = programs.prefill_batch(rows, *pieces)
+        else:
+            rows = programs.put_row(rows, row, first)
+            rows = programs.prefill_batch(rows, *empty_chunk(size, piece_size))
     return programs.take_row(rows, first)

@@ -46,6 +46,7 @@ class QueueEntry(abc.ABC):
     Attributes:
       waiting: the requests without a slot.
       row: the models' state of the tokens read so far; None before, and while a batch holds it.
+      in_batch: whether a batch holds the row.
       num_read: how many tokens programs have read, rounded up to whole chunks: the padding of the
         last chunk counts.
     """
@@ -53,6 +54,7 @@ class QueueEntry(abc.ABC):
     def __init__(self, requests: Iterable[Request]) -> None:
         self.waiting = deque(requests)
         self.row: PromptRow | None = None
+        self.in_batch = False
         self.num_read = 0
         # Tokens that the row has room for, one of `Programs.row_lengths`; 0 before it is made.
         self._row_length = 0
@@ -68,8 +70,8 @@ class QueueEntry(abc.ABC):
         return self.token_ids[self.num_read : -1]
 
     def is_read(self) -> bool:
-        """Returns whether the entry's own row, not one of a batch, has all tokens but the last."""
-        return self.row is not None and not self.unread.size
+        """Returns whether the entry's row has all tokens but the last."""
+        return (self.row is not None or self.in_batch) and not self.unread.size
 
     def next_chunk(self, size: int) -> tuple[np.ndarray, np.ndarray]:
         """Returns the next tokens and their positions, two i32[1, size]; positions end with -1."""
@@ -102,7 +104,7 @@ class QueueEntry(abc.ABC):
 
     def attach_row(self, row: PromptRow, length: int) -> None:
         """Sets the row, which has room for `length` tokens."""
-        self.row, self._row_length = row, length
+        self.row, self._row_length, self.in_batch = row, length, False
 
     @abc.abstractmethod
     def admit(self, programs: Programs, slots: DecodeState, slot: int) -> DecodeState:
@@ -192,7 +194,7 @@ class PrefillBatch:
     """Prompts that are read together: N places, each with the row of one prompt.
 
     Args:
-      programs: of the engine. If their `batch_size` N is 0, no prompt is read here.
+      programs: of the engine. Without a `batch` in them no prompt is read here.
     """
 
     def __init__(self, programs: Programs) -> None:
@@ -200,27 +202,39 @@ class PrefillBatch:
         self._groups: dict[int, PromptGroup] = {}
         # The N rows as one `PromptRow`, and the row of which a new prompt's is a copy.
         self._rows = self._empty_row = None
-        if programs.batch_size:
+        if programs.batch is not None:
             new_row = functools.partial(programs.new_row, max_length=programs.row_lengths[0])
-            self._rows, self._empty_row = new_row(size=programs.batch_size), new_row()
+            self._rows = new_row(size=programs.batch.num_rows)
+            self._empty_row = None if programs.batch.num_pieces else new_row()
 
-    def read(self, programs: Programs, unread: Sequence[QueueEntry], max_chunks: float) -> int:
-        """Reads the next tokens of N prompts at once; returns the cost in chunks of one prompt.
+    def read(
+        self,
+        programs: Programs,
+        unread: Sequence[QueueEntry],
+        max_chunks: float,
+        is_urgent: bool,
+    ) -> int:
+        """Reads the next tokens of several prompts at once; returns the cost in chunks of one.
 
-        It does nothing unless all N places can be filled and the first entry fits one.
+        It does nothing unless the first entry fits the batch and all N places can be filled; or, of
+        pieces, all P, unless that is urgent.
 
         Args:
           programs: of the engine.
           unread: the entries to read, the first of the queue first.
           max_chunks: most that may be spent until the first entry is read, in chunks of one
             prompt: a slot that is empty waits for it. Infinity if no slot is empty.
+          is_urgent: whether a slot is empty, or few prompts are read ahead of one.
 
         Returns:
           How many chunks of `chunk_size` tokens have as many tokens; 0 if nothing was read.
         """
-        size, chunk_size, first = programs.batch_size, programs.batch_chunk_size, unread[0]
-        if not size or not _fits_batch(first, programs):
+        first = unread[0]
+        if programs.batch is None or not _fits_batch(first, programs):
             return 0
+        size, chunk_size, num_pieces = programs.batch
+        if num_pieces:
+            return self._read_pieces(programs, unread, needs_all=not is_urgent)
         cost = -(-size * chunk_size // programs.chunk_size)
         num_rounds = -(-first.unread.size // chunk_size)
         if num_rounds * cost > max_chunks or not self._fill(programs, unread):
@@ -236,20 +250,63 @@ class PrefillBatch:
                 self.detach_group(programs, group)
         return cost
 
+    def _read_pieces(
+        self, programs: Programs, unread: Sequence[QueueEntry], needs_all: bool
+    ) -> int:
+        """Reads the next pieces of prompts, in the order of the queue; returns 1, one chunk.
+
+        If it needs all P pieces and there are fewer, it returns 0 and reads nothing.
+        """
+        assert programs.batch is not None
+        _, size, num_pieces = programs.batch
+        token_ids, positions = empty_chunk(num_pieces, size)
+        rows, start = np.zeros(num_pieces, np.int32), 0
+        matched = self._match_places(programs, unread)
+        if needs_all and sum(-(-group.unread.size // size) for _, group in matched) < num_pieces:
+            return 0
+        for index, group in matched:
+            # A place's older entries lie after the prompt's own positions: nothing attends to them.
+            group.in_batch, self._groups[index] = True, group
+            chunk = group.unread[: (num_pieces - start) * size]
+            end = start + -(-chunk.size // size)
+            token_ids[start:end].reshape(-1)[: chunk.size] = chunk
+            new_positions = group.num_read + np.arange(chunk.size)
+            positions[start:end].reshape(-1)[: chunk.size] = new_positions
+            rows[start:end] = index
+            group.num_read, start = group.num_read + chunk.size, end
+        self._rows = programs.prefill_batch(self._rows, token_ids, positions, rows)
+        return 1
+
+    def _match_places(
+        self, programs: Programs, unread: Sequence[QueueEntry]
+    ) -> list[tuple[int, PromptGroup]]:
+        """Returns unread prompts in the order of the queue, each with its place or a free one.
+
+        Prompts that fit no place, or find none, are left out.
+        """
+        assert programs.batch is not None
+        places = {group: index for index, group in self._groups.items()}
+        free = [index for index in range(programs.batch.num_rows) if index not in self._groups]
+        groups = [entry for entry in unread if _fits_batch(entry, programs)]
+        new = [group for group in groups if group not in places]
+        places |= dict(zip(new, free, strict=False))
+        return [(places[group], group) for group in groups if group in places]
+
     def _fill(self, programs: Programs, unread: Sequence[QueueEntry]) -> bool:
         """Puts the rows of unread prompts into all free places, if there are enough prompts.
 
         Returns whether every place has a prompt. If not, nothing changed.
         """
-        groups = self._groups.values()
-        others = [one for one in unread if _fits_batch(one, programs) and one not in groups]
-        free = [index for index in range(programs.batch_size) if index not in self._groups]
-        if len(others) < len(free):
+        assert programs.batch is not None
+        matched = dict(self._match_places(programs, unread))
+        if len(self._groups | matched) < programs.batch.num_rows:
             return False
-        for index, group in zip(free, others, strict=False):
+        for index, group in matched.items():
+            if index in self._groups:
+                continue
             row = self._empty_row if group.row is None else group.row
             self._rows = programs.put_row(self._rows, row, np.int32(index))
-            group.row = None
+            group.row, group.in_batch = None, True
             self._groups[index] = group
         return True
 

@@ -273,10 +273,13 @@ class Scheduler:
 
         Two chunks, and two for every empty slot after the first, keep more slots busy than one. But
         a single waiting prompt gets one chunk, so that the slots do not wait for two. A batch
-        counts as many chunks as it has tokens for.
+        counts as many chunks as it has tokens for. A chunk of pieces has several prompts: one is
+        enough while no slot is empty.
         """
         empty = [slot for slot, request in enumerate(self._occupants) if request is None]
-        num_chunks = max(1, min(2 * max(1, len(empty)), self.queue.num_entries()))
+        batch = self._programs.batch
+        least = 0 if batch is not None and batch.num_pieces else 1
+        num_chunks = max(1, min(2 * max(least, len(empty)), self.queue.num_entries()))
         while entries := self.queue.first(self._programs.prefill_depth):
             if empty and entries[0].is_read():
                 self._admit(entries[0], empty.pop(0))
@@ -285,10 +288,11 @@ class Scheduler:
             num_ready = len(entries) - len(unread)
             if not unread or num_chunks <= 0:
                 return
+            is_urgent = bool(empty) or num_ready < _MAX_READY
             max_chunks = num_chunks if empty else math.inf
-            if num_read := self._batch.read(self._programs, unread, max_chunks):
+            if num_read := self._batch.read(self._programs, unread, max_chunks, is_urgent):
                 num_chunks -= num_read
-            elif empty or num_ready < _MAX_READY:
+            elif is_urgent:
                 self._batch.detach_group(self._programs, unread[0])
                 num_chunks -= unread[0].read_chunk(self._programs)
             else:
@@ -296,6 +300,7 @@ class Scheduler:
 
     def _admit(self, entry: QueueEntry, slot: int) -> None:
         """Puts the first request of the queue, which is the entry's, into a slot."""
+        self._batch.detach_group(self._programs, entry)
         self._slots = entry.admit(self._programs, self._slots, slot)
         with self.queue.lock:
             self._occupants[slot] = self.queue.pop()

@@ -140,7 +140,11 @@ def grow_row(models: Models, row: PromptRow, *, max_length: int) -> PromptRow:
 
 @functools.partial(jax.jit, donate_argnames="row")
 def prefill_chunk(
-    models: Models, row: PromptRow, token_ids: jax.Array, positions: jax.Array
+    models: Models,
+    row: PromptRow,
+    token_ids: jax.Array,
+    positions: jax.Array,
+    rows: jax.Array | None = None,
 ) -> PromptRow:
     """Returns the row after the models read a chunk of its prompt; or the rows of a batch.
 
@@ -149,10 +153,12 @@ def prefill_chunk(
       row: before the chunk. Without a drafter's state, the target alone reads.
       token_ids: i32[1, C], or i32[N, C] of a batch.
       positions: of the same shape, -1 where there is no token.
+      rows: i32[P], the row of a batch that each of P pieces [P, C] continues, as in
+        `specjax.types.Pieces`; None is a chunk of every row.
     """
     if row.drafter_state is None:
         models = models._replace(drafter=None)
-    *states, _ = read_chunk(models, *row, token_ids, positions)
+    *states, _ = read_chunk(models, *row, token_ids, positions, rows=rows)
     return PromptRow(*states)
 
 

@@ -11,8 +11,9 @@ import jax.numpy as jnp
 
 from specjax.models.decoder.rope import rotate
 from specjax.models.decoder.shared_math import AttentionSpec, cache_entries
+from specjax.types import Pieces
 
-__all__ = ["AttentionBackend", "attend", "causal_attention", "write_entries"]
+__all__ = ["AttentionBackend", "attend", "causal_attention", "layer_caches", "write_entries"]
 
 AttentionBackend = Literal["xla", "cudnn"] | None
 
@@ -37,16 +38,17 @@ def attend(
       cos_sin: cosines and sines of the rotary embeddings, two f32[B, T, 1, D / 2].
       positions: i32[B, T], distinct in a request except for -1, which is no token. The others of a
         request lie within T consecutive positions.
-      cache: keys and values, two [B, G, S, D].
+      cache: keys and values, two [B, G, S, D]. Or keys, values and rows i32[B]: request b, a piece
+        of a text, continues row rows[b] of the cache, two [N, G, S, D].
       spec: scale, window and soft cap.
 
     Returns:
-      [B, T, G * R * D], and the cache with the tokens in it.
+      [B, T, G * R * D], and keys and values with those of the tokens.
     """
-    (batch, tokens), (keys, values) = positions.shape, cache
-    groups, slots, head_dim = keys.shape[1:]
+    (batch, tokens), (groups, slots, head_dim) = positions.shape, cache[0].shape[1:]
     q, k, v = _split(heads, cos_sin, groups)
-    keys, values = write_entries((keys, values), positions, (k, v))
+    written = write_entries(cache, positions, (k, v))
+    keys, values = written if len(cache) == 2 else (x[cache[2]] for x in written)
     # The query heads of a key head are rows of one product with it.
     q = q.reshape(batch, tokens, groups, -1, head_dim).transpose(0, 2, 3, 1, 4)
     q = q.reshape(batch, groups, -1, head_dim)
@@ -62,7 +64,7 @@ def attend(
     weights = _weights(scores, visible[:, None, None], spec)
     weights = weights.astype(q.dtype).reshape(batch, groups, -1, slots)
     y = average(weights, values).reshape(batch, groups, -1, tokens, head_dim)
-    return y.transpose(0, 3, 1, 2, 4).reshape(batch, tokens, -1), (keys, values)
+    return y.transpose(0, 3, 1, 2, 4).reshape(batch, tokens, -1), written
 
 
 def _scores(q: jax.Array, keys: jax.Array) -> jax.Array:
@@ -85,22 +87,30 @@ def _average_of_one(weights: jax.Array, values: jax.Array) -> jax.Array:
     return jnp.sum(products, axis=-2).astype(weights.dtype)
 
 
+def layer_caches(cache: Any) -> Any:
+    """Returns each layer's cache as `attend` takes it, of a decoder's cache or of `Pieces`."""
+    if isinstance(cache, Pieces):
+        return tuple((*entry, cache.rows) for entry in cache.cache)
+    return cache
+
+
 def write_entries(cache: Any, positions: jax.Array, entries: Any) -> Any:
-    """Returns the cache with new keys and values written at their positions.
+    """Returns keys and values with new ones written at their positions.
 
     Args:
-      cache: keys and values, two [B, G, S, D].
+      cache: as in `attend`.
       positions: as in `attend`.
       entries: keys and values as a cache holds them, two [B, T, G, D].
     """
     (batch, tokens), slots = positions.shape, cache[0].shape[2]
-    if batch == 1 and tokens <= slots:
+    cache, rows = cache[:2], cache[2:]
+    if not rows and batch == 1 and tokens <= slots:
         return _write_window(cache, positions[0], entries)
     # One past the end is dropped; an index of -1 would write the last slot.
     index = jnp.where(positions < 0, slots, positions)
-    rows = jnp.arange(batch)[:, None]
+    row = (rows[0] if rows else jnp.arange(batch))[:, None]
     return jax.tree.map(
-        lambda old, new: old.at[rows, :, index].set(new, mode="drop"), cache, entries
+        lambda old, new: old.at[row, :, index].set(new, mode="drop"), cache, entries
     )
 
 

@@ -6,6 +6,7 @@ XLA runs that one operation.
 Axes: `B` requests, `T` tokens with padding, `E` hidden, `N` of a product, `Q` split-K parts.
 """
 
+import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -260,7 +261,7 @@ def attention(
         are padding.
       cos_sin: of the rotary embeddings, two f32[B, T, 1, D / 2].
       positions: i32[B, T], distinct in a request except for -1, which is no token.
-      cache: keys and values, two [B, G, S, D].
+      cache: keys and values, as in `attention.attend`.
       choice: of the kernels.
       spec: scale, window and soft cap.
       norm: the deferred norm of `qkv`.
@@ -270,9 +271,9 @@ def attention(
     Returns:
       [B, T', H * D], zeros from T on, and the cache with the tokens in it.
     """
-    keys, values = cache
+    keys, values, *rows = cache
     parts = qkv.parts.reshape(*qkv.parts.shape[:3], -1, keys.shape[3])
-    tiling = kv_tiling(parts.shape[2:4], positions.shape, keys, choice)
+    tiling = kv_tiling(parts.shape[2:4], positions.shape, cache, choice)
     if tiling is None:
         assert head_norms is None
         squares = None if qkv.squares is None else qkv.squares[:, :, None]
@@ -282,6 +283,8 @@ def attention(
         return jnp.pad(y, ((0, 0), (0, padded - tokens), (0, 0))), cache
     cos, sin = (x[:, :, 0] for x in cos_sin)
     operands = QKVOperands(parts, qkv.squares, cos, sin, positions.astype(jnp.int32), keys, values)
+    if rows:
+        operands = operands._replace(rows=rows[0])
     if head_norms is not None:
         operands = operands._replace(query_norm=head_norms.query, key_norm=head_norms.key)
     return decode_attention(
@@ -295,16 +298,21 @@ def attention(
 
 
 def kv_tiling(
-    rows: tuple[int, ...], positions: tuple[int, ...], keys: jax.Array, choice: KernelChoice
+    rows: tuple[int, ...], positions: tuple[int, ...], cache: Any, choice: KernelChoice
 ) -> AttentionTiling | None:
     """Returns the tiling of attention, or None if XLA attends.
 
     Args:
       rows: (T', H + 2 * G), of the projection.
       positions: (B, T).
-      keys: [B, G, S, D], of the cache.
+      cache: keys and values, as in `attention.attend`.
       choice: of the kernels.
     """
+    keys, _, *cache_rows = cache
+    config = choice.config
+    if cache_rows:
+        # A request may attend to what another one of the same launch writes.
+        config = dataclasses.replace(config, prepares_in_attention=False)
     return attention_tiling(
         positions,
         keys.shape,
@@ -312,7 +320,7 @@ def kv_tiling(
         queries_per_kv=rows[1] // keys.shape[1] - 2,
         itemsize=keys.dtype.itemsize,
         shared_memory_bytes=choice.shared_memory_bytes,
-        config=choice.config,
+        config=config,
     )
 
 

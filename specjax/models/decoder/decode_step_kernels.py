@@ -191,7 +191,7 @@ def _advance(
     """
     norm, mlp = layer.attention_norm.spec, layer.mlp
     defers = can_defer_norm(x)
-    qkv, head_norms = _project(layer.attention, choice, normed, positions, cache[0], norm)
+    qkv, head_norms = _project(layer.attention, choice, normed, positions, cache, norm)
     y, cache = attention(
         qkv,
         cos_sin,
@@ -243,13 +243,13 @@ def _project(
     choice: KernelChoice,
     x: DeferredNorm,
     positions: jax.Array,
-    keys: jax.Array,
+    cache: Any,
     norm: Any,
 ) -> tuple[PartialProduct, HeadNorms | None]:
     """Returns queries, keys and values [B, T', heads * D], none rotated, and deferred norms."""
     bias, query_norm, key_norm = module.qkv_bias, module.query_norm, module.key_norm
     rows = (x.rows.shape[1], module.num_heads + 2 * module.num_kv_heads)
-    is_kernel = kv_tiling(rows, positions.shape, keys, choice) is not None
+    is_kernel = kv_tiling(rows, positions.shape, cache, choice) is not None
     if bias is None and (is_kernel or query_norm is None):
         parts = matmul(x.rows, module.qkv[...], choice, next_is_kernel=is_kernel)
         product = PartialProduct(parts, x.squares)

@@ -15,6 +15,8 @@ from flax import nnx
 
 from specjax.devices.placement import pvary_like
 from specjax.implementation import Implementation, choose_implementation, resolve_implementation
+from specjax.models.decoder.attention import layer_caches
+from specjax.types import Pieces
 
 __all__ = ["run_decoder", "run_layer", "run_product"]
 
@@ -33,7 +35,7 @@ def run_decoder(
       model: the module.
       token_ids: i32[B, T].
       positions: i32[B, T], -1 for no token.
-      cache: a pair of keys and values for each layer.
+      cache: a pair of keys and values for each layer, or `Pieces` with such a cache.
       implementation: None chooses at lowering; a name means that one.
       taps: numbers of layers, after which the residual stream [B, T, E] is returned, too.
     """
@@ -43,6 +45,7 @@ def run_decoder(
 
         return decode_step(*operands, taps=taps)
 
+    cache = layer_caches(cache)
     plain = functools.partial(type(model).plain, taps=taps)
     return _choose_step(implementation, plain, kernels, model, token_ids, positions, cache)
 
@@ -63,7 +66,7 @@ def run_layer(
       x: [B, T, E], the residual stream.
       cos_sin: of the layer's rotary embeddings, two f32[B, T, 1, D / 2].
       positions: i32[B, T], -1 for no token.
-      cache: keys and values, two [B, G, S, D].
+      cache: keys and values, two [B, G, S, D], or `Pieces` with such a cache.
       implementation: None chooses at lowering; a name means that one.
       rows: the input of attention instead of the norm of the stream, or None.
     """
@@ -73,6 +76,8 @@ def run_layer(
 
         return layer_step(*operands)
 
+    if isinstance(cache, Pieces):
+        cache = (*cache.cache, cache.rows)
     plain = type(layer).plain
     operands = (x, cos_sin, positions, cache, rows)
     return _choose_step(implementation, plain, kernels, layer, *operands)

@@ -269,4 +269,5 @@ def build(
         *functions(config, implementation),
         max_length=config.max_position_embeddings,
         apply_with_taps=tap_function(config, implementation),
+        reads_pieces=True,
     )

@@ -26,7 +26,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from specjax.implementation import Implementation
-from specjax.models.decoder.attention import write_entries
+from specjax.models.decoder.attention import layer_caches, write_entries
 from specjax.models.decoder.config import TransformerConfig
 from specjax.models.decoder.dispatch import run_product
 from specjax.models.decoder.layers import RMSNorm, linear, rms_norm, weight
@@ -191,7 +191,7 @@ class DFlashHead(nnx.Module):
           weights: as `context` returns them.
           features: [B, T, A * E], the target's taps at these tokens.
           positions: i32[B, T], -1 for no token.
-          cache: keys and values [B, G, S, D] of each layer.
+          cache: keys and values [B, G, S, D] of each layer, or `Pieces` with such a cache.
           implementation: of the products, as in `build`.
         """
         layer = self.config.layer
@@ -202,16 +202,17 @@ class DFlashHead(nnx.Module):
             y = run_product(rows, weights.matrix, implementation)
         else:
             y = linear(rows, weights.matrix, weights.bias)
-        heads = y.reshape(*positions.shape, len(cache), 2, groups, size)
+        caches = layer_caches(cache)
+        heads = y.reshape(*positions.shape, len(caches), 2, groups, size)
         keys, values = heads[:, :, :, 0], heads[:, :, :, 1]
         norm = NormSpec(size, layer.rms_norm_eps, layer.norm_offset)
         keys = rms_norm(keys, weights.key_norm[None, None, :, None], norm)
-        keys = keys.reshape(*positions.shape, len(cache) * groups, size)
+        keys = keys.reshape(*positions.shape, len(caches) * groups, size)
         keys = rotate(keys, rope_cos_sin(*layer.rope(0), size, positions))
         entries = cache_entries(keys.reshape(values.shape), values)
         return tuple(
             write_entries(old, positions, tuple(entry[:, :, n] for entry in entries))
-            for n, old in enumerate(cache)
+            for n, old in enumerate(caches)
         )
 
 

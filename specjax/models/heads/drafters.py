@@ -30,7 +30,7 @@ from specjax.models.decoder.transformer import functions
 from specjax.models.heads.dflash import DFlashConfig, init_dflash_cache, merge_dflash
 from specjax.models.heads.eagle3 import Eagle3Config, merge_eagle3
 from specjax.models.heads.sample_block import sample_block
-from specjax.types import Draft, Model
+from specjax.types import Draft, Model, Pieces
 
 __all__ = ["HeadTarget", "check_target", "dflash_drafter", "eagle3_drafter"]
 
@@ -135,7 +135,7 @@ def eagle3_drafter(
     """
     steps = _functions(_Eagle3, config, _head_target(target, config), implementation)
     parts = _drafter_params(target, config, params)
-    return Drafter(parts, *steps, reads_features=True, taps=config.taps)
+    return _features_drafter(target, config, parts, steps)
 
 
 def dflash_drafter(
@@ -184,7 +184,15 @@ def dflash_drafter(
     steps = _functions(_DFlash, config, _head_target(target, config), implementation)
     parts = _drafter_params(target, config, params)
     parts["context"] = merge_dflash(config, parts["head"]).context()
-    return Drafter(parts, *steps, reads_features=True, taps=config.taps)
+    return _features_drafter(target, config, parts, steps)
+
+
+def _features_drafter(
+    target: Model, head: Eagle3Config | DFlashConfig, params: Any, steps: tuple[Any, Any, Any]
+) -> Drafter:
+    """Returns a drafter whose head reads the target's taps."""
+    taps, reads_pieces = head.taps, target.reads_pieces
+    return Drafter(params, *steps, reads_features=True, taps=taps, reads_pieces=reads_pieces)
 
 
 def _head_target(target: Model, head: Eagle3Config | DFlashConfig) -> HeadTarget:
@@ -258,6 +266,17 @@ def _drafter_params(
     if not (head.has_embedding and head.has_lm_head):
         parts["target"] = target.params
     return parts | {"head": params}
+
+
+def _follows(rows: jax.Array, positions: jax.Array) -> jax.Array:
+    """Returns bool[P], whether the token before a piece's first ends the piece before it.
+
+    Args:
+      rows: i32[P], of `Pieces`.
+      positions: i32[P, C], of the pieces' tokens.
+    """
+    first, last = positions[:, 0], jnp.roll(positions[:, -1], 1)
+    return (rows == jnp.roll(rows, 1)) & (first > 0) & (first == last + 1)
 
 
 def _last_tokens(token_ids: jax.Array, positions: jax.Array) -> jax.Array:
@@ -343,7 +362,7 @@ class _Eagle3(_HeadDrafter[Eagle3Config]):
     def extend(
         self,
         params: Any,
-        state: _Eagle3State,
+        state: _Eagle3State | Pieces,
         token_ids: jax.Array,
         positions: jax.Array,
         features: Any,
@@ -352,15 +371,29 @@ class _Eagle3(_HeadDrafter[Eagle3Config]):
         on_each_device = self.target.on_each_device
         run, fuse = on_each_device(self._run), on_each_device(self._fuse)
         states = fuse(params["head"], features)
-        before = jnp.concatenate([state.last[:, None], states[:, :-1]], axis=1)
+        state, rows = state if isinstance(state, Pieces) else (state, None)
+        cache, last = state
+        follows = None if rows is None else _follows(rows, positions)
+        if follows is not None:
+            cache, last = Pieces(cache, rows), last[rows]
+            last = jnp.where(follows[:, None], jnp.roll(states[:, -1], 1, axis=0), last)
+        before = jnp.concatenate([last[:, None], states[:, :-1]], axis=1)
         # A token at position 0 makes no pair: it gets position -1.
         pairs = jnp.maximum(positions - 1, -1)
         tokens = self._embed(params, token_ids)
-        _, cache = run(params["head"], tokens, before, pairs, state.cache)
+        _, cache = run(params["head"], tokens, before, pairs, cache)
         # In every request padding follows the tokens.
         num_read = jnp.sum(positions >= 0, axis=1, dtype=jnp.int32)
-        last = jnp.take_along_axis(states, jnp.maximum(num_read - 1, 0)[:, None, None], axis=1)
-        return _Eagle3State(cache, jnp.where(num_read[:, None] > 0, last[:, 0], state.last))
+        index = jnp.maximum(num_read - 1, 0)[:, None, None]
+        last = jnp.where(
+            num_read[:, None] > 0, jnp.take_along_axis(states, index, axis=1)[:, 0], last
+        )
+        if follows is not None:
+            # A text's last piece alone writes; one past the end is dropped.
+            is_last = (num_read > 0) & ~jnp.roll(follows, -1)
+            row = jnp.where(is_last, rows, len(state.last))
+            last = state.last.at[row].set(last, mode="drop")
+        return _Eagle3State(cache, last)
 
     def propose(
         self,

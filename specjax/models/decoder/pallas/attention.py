@@ -125,7 +125,7 @@ def _attention(
     The output is None if `combine_kernel` is to write it.
     """
     keys, values, y_shape = operands.keys, operands.values, _output_shape(operands)
-    (batch, num_kv_heads, _, head_dim), num_tokens = keys.shape, operands.positions.shape[1]
+    (_, num_kv_heads, _, head_dim), (batch, num_tokens) = keys.shape, operands.positions.shape
     num_tiles, num_query_heads = batch * num_kv_heads * tiling.num_tiles, y_shape.shape[2]
     is_whole = tiling.num_splits == 1 and tiling.combines_in_attention
     prepared = launch(
@@ -149,6 +149,7 @@ def _attention(
             prepared.keys,
             prepared.values,
             prepared.counters,
+            operands.rows,
         ),
         AttentionOutputs(
             None if is_whole else _partials_shape(operands, tiling.num_splits, tiling),
@@ -166,14 +167,14 @@ def _attention(
 def _partials_shape(
     operands: QKVOperands, num_partials: int, tiling: AttentionTiling
 ) -> PartialSoftmax:
-    batch, num_kv_heads, _, head_dim = operands.keys.shape
+    (_, num_kv_heads, _, head_dim), batch = operands.keys.shape, len(operands.positions)
     num_tiles = 1 if tiling.prepares_in_attention else tiling.num_tiles
     lead = (batch * num_kv_heads * num_tiles, num_partials, tiling.num_rows)
     return PartialSoftmax(output((*lead, head_dim)), output(lead), output(lead))
 
 
 def _output_shape(operands: QKVOperands) -> Any:
-    batch, num_kv_heads, _, head_dim = operands.keys.shape
-    num_padded_tokens, num_heads = operands.parts.shape[2:4]
+    _, num_kv_heads, _, head_dim = operands.keys.shape
+    batch, num_padded_tokens, num_heads = operands.parts.shape[1:4]
     num_query_heads = num_heads - 2 * num_kv_heads
     return output((batch, num_padded_tokens, num_query_heads, head_dim), operands.keys.dtype)

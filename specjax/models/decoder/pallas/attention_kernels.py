@@ -32,6 +32,7 @@ from specjax.models.decoder.pallas.online_softmax import OnlineSoftmax, Queries
 from specjax.models.decoder.pallas.request_qkv import (
     QKVOperands,
     RequestQKV,
+    cache_row,
     load_rows,
     make_inv_rms,
     row_mask,
@@ -80,6 +81,7 @@ class AttentionOperands(NamedTuple):
       keys: [B, G, S, D], with those of the tokens.
       values: [B, G, S, D], with those of the tokens.
       counters: u32[B * G * C], zeros.
+      rows: as in `QKVOperands`.
     """
 
     queries: Any
@@ -87,6 +89,7 @@ class AttentionOperands(NamedTuple):
     keys: Any
     values: Any
     counters: Any
+    rows: Any = None
 
 
 class AttentionOutputs(NamedTuple):
@@ -247,7 +250,8 @@ def attention_kernel(
         mask = row_mask(is_row, dim, head_dim)
         heads = load_rows(operands.queries, (b, rows.token, rows.head), dim, mask)
         last = position if spec.is_causal else jnp.where(position < 0, position, highest)
-        kv = KVSplit(operands.keys, operands.values, b, g, split, num_splits)
+        row = cache_row(operands.rows, b)
+        kv = KVSplit(operands.keys, operands.values, row, g, split, num_splits)
         return kv.attend(None, Queries(heads, last), visible, [], spec)
 
     if out.y is None:

@@ -43,7 +43,7 @@ class KVSplit(NamedTuple):
     Attributes:
       keys: reference [B, G, S, D].
       values: reference [B, G, S, D].
-      b: i32[], the request.
+      row: i32[], of the cache.
       g: i32[], the key-value head.
       split: i32[]; from `num_splits` on the split has no block.
       num_splits: P, a Python int or i32[].
@@ -51,7 +51,7 @@ class KVSplit(NamedTuple):
 
     keys: Any
     values: Any
-    b: jax.Array
+    row: jax.Array
     g: jax.Array
     split: jax.Array
     num_splits: int | jax.Array
@@ -63,7 +63,7 @@ class KVSplit(NamedTuple):
         slot += jax.lax.iota(jnp.int32, BLOCK_KV)
         dim = jax.lax.iota(jnp.int32, pad_to_mma(head_dim))
         inside = (slot < num_slots) & (self.split < self.num_splits)
-        mask, at = row_mask(inside, dim, head_dim), (self.b, self.g, slot)
+        mask, at = row_mask(inside, dim, head_dim), (self.row, self.g, slot)
         keys, values = (load_rows(x, at, dim, mask) for x in (self.keys, self.values))
         return KVBlock(slot, inside, keys, values)
 

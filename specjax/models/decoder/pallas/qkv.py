@@ -20,6 +20,7 @@ from jax.experimental.pallas import triton as plgpu
 from specjax.models.decoder.pallas.request_qkv import (
     QKVOperands,
     RequestQKV,
+    cache_row,
     make_inv_rms,
     row_mask,
 )
@@ -106,10 +107,10 @@ def prepare_qkv_kernel(
         ]
         # One past the end for tokens that the cache does not hold: the store masks it.
         slot = jnp.where(is_held, position, jnp.int32(num_slots))
-        g = head - num_query_heads
+        row, g = cache_row(operands.rows, b), head - num_query_heads
         for cache, halves in zip((out.keys, out.values), zip(*entries, strict=True), strict=True):
-            store(cache, (b, g, slot[:, None]), is_held, halves)
-        num_counters = out.counters.shape[0] // (operands.keys.shape[0] * num_kv_heads)
+            store(cache, (row, g, slot[:, None]), is_held, halves)
+        num_counters = out.counters.shape[0] // (operands.positions.shape[0] * num_kv_heads)
         index = jax.lax.iota(jnp.int32, next_power_of_2(num_counters))
         at = (b * num_kv_heads + g) * num_counters + index
         is_first = (index < num_counters) & (tile_in_request == 0)

@@ -28,6 +28,7 @@ from specjax.pallas.kernel_config import next_power_of_2
 __all__ = [
     "QKVOperands",
     "RequestQKV",
+    "cache_row",
     "load_rows",
     "make_inv_rms",
     "row_mask",
@@ -49,6 +50,8 @@ class QKVOperands(NamedTuple):
       values: [B, G, S, D], the cache.
       query_norm: [D], weight of the norm of each query; None if queries and keys have none.
       key_norm: [D], weight of the norm of each key; None if there is none.
+      rows: i32[B], the row of the cache, of R rows then, that each request of the call continues.
+        Several may continue one row. None is row b of B.
     """
 
     parts: Any
@@ -60,6 +63,7 @@ class QKVOperands(NamedTuple):
     values: Any
     query_norm: Any = None
     key_norm: Any = None
+    rows: Any = None
 
 
 class RequestQKV(NamedTuple):
@@ -178,6 +182,11 @@ class RequestQKV(NamedTuple):
         # Rounded as in `layers.rms_norm`.
         y = y if offset else y.astype(dtype).astype(jnp.float32)
         return (y * (scale.astype(jnp.float32) + offset)[None]).astype(dtype).astype(jnp.float32)
+
+
+def cache_row(rows: Any, b: jax.Array) -> jax.Array:
+    """Returns the row i32[] of the cache that request b continues, by `QKVOperands.rows`."""
+    return b if rows is None else rows[b]
 
 
 def make_inv_rms(

@@ -1,0 +1,174 @@
+"""Prompts read in pieces: a chunk of several prompts gives what each gives alone."""
+
+import jax
+import numpy as np
+import pytest
+
+import specjax
+from specjax.decode.drafters import Models
+from specjax.engine import slots
+from specjax.engine.programs import BatchShape, warm_up
+from specjax.engine.queue import PrefillBatch
+from specjax.engine.submission import Submission, check_request
+from specjax.models import (
+    DFlashConfig,
+    Eagle3Config,
+    TransformerConfig,
+    build,
+    build_dflash,
+    build_eagle3,
+    dflash_drafter,
+    eagle3_drafter,
+)
+
+pytestmark = pytest.mark.lenient
+
+TARGET = TransformerConfig(64, 32, 64, 3, 4, 2, 8)
+LENGTHS, S, PIECE, NUM_PIECES = (37, 5, 70, 2), 96, 8, 6
+PROMPTS = [np.random.default_rng(n).integers(0, 64, n) for n in LENGTHS]
+
+
+def _eagle3(target, implementation):
+    head = Eagle3Config(TransformerConfig(64, 32, 64, 1, 4, 2, 8), 32, 64, taps=(1, 2, 3))
+    return eagle3_drafter(target, head, build_eagle3(head), implementation=implementation)
+
+
+def _dflash(target, implementation):
+    layer = TransformerConfig(64, 32, 64, 2, 4, 2, 8, qk_norm=True)
+    head = DFlashConfig(layer, 64, taps=(1, 2, 3), block_size=5, mask_token_id=63)
+    return dflash_drafter(target, head, build_dflash(head), implementation=implementation)
+
+
+def _by_model(target, implementation):
+    return specjax.model_drafter(build(TARGET, seed=1, implementation=implementation))
+
+
+DRAFTERS = {
+    "eagle3": _eagle3,
+    "dflash": _dflash,
+    "model": _by_model,
+    "ngram": lambda *_: specjax.ngram_drafter(),
+}
+
+
+def _models(name, implementation="xla"):
+    target = build(TARGET, seed=3, implementation=implementation)
+    return Models(target, DRAFTERS[name](target, implementation))
+
+
+def _chunk(prompt, start, size):
+    """The next tokens of a prompt and their positions, [size] each."""
+    token_ids, positions = np.zeros(size, np.int32), np.full(size, -1, np.int32)
+    tokens = prompt[start : start + size]
+    token_ids[: len(tokens)] = tokens
+    positions[: len(tokens)] = start + np.arange(len(tokens))
+    return token_ids, positions
+
+
+def _read_alone(models, prompt):
+    row = slots.new_row(models, max_length=S)
+    for start in range(0, len(prompt), PIECE):
+        row = slots.prefill_chunk(models, row, *(x[None] for x in _chunk(prompt, start, PIECE)))
+    return row
+
+
+def _read_together(models, order):
+    """The rows of all prompts; pieces in this order of the prompts, several chunks."""
+    rows = slots.new_row(models, max_length=S, size=len(PROMPTS))
+    pieces = [
+        (i, *_chunk(PROMPTS[i], start, PIECE))
+        for i in order
+        for start in range(0, len(PROMPTS[i]), PIECE)
+    ]
+    # Unused pieces are of row 0 and have no token.
+    pieces += [(0, *_chunk([], 0, PIECE))] * (-len(pieces) % NUM_PIECES)
+    for first in range(0, len(pieces), NUM_PIECES):
+        row, token_ids, positions = map(
+            np.stack, zip(*pieces[first : first + NUM_PIECES], strict=True)
+        )
+        rows = slots.prefill_chunk(models, rows, token_ids, positions, row.astype(np.int32))
+    return rows
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_pieces_of_several_prompts_write_the_caches_of_each_alone(name, implementation):
+    models = _models(name, implementation)
+    axes = tuple(jax.tree.leaves(slots.row_axes(models, S)))
+    for order in ((0, 1, 2, 3), (3, 2, 1, 0)):
+        rows = _read_together(models, order)
+        for i, prompt in enumerate(PROMPTS):
+            one = slots.take(rows, np.int32(i), axes=axes)
+            for leaf, expected in zip(
+                jax.tree.leaves(one), jax.tree.leaves(_read_alone(models, prompt)), strict=True
+            ):
+                np.testing.assert_allclose(leaf, expected, rtol=2e-4, atol=2e-5)
+
+
+def _engine(in_pieces):
+    """An engine of eight slots, and a list that gets the share of places with a token per chunk."""
+    models = _models("eagle3")
+    engine = specjax.Engine(
+        *models,
+        num_slots=8,
+        config=specjax.SpeculativeConfig(num_speculative_tokens=3),
+        options=specjax.LoopOptions(max_length=S, prefill_chunk_size=NUM_PIECES * PIECE),
+    )
+    scheduler, filled = engine._scheduler, []
+    read = scheduler._programs.prefill_batch
+
+    def read_and_note(rows, token_ids, positions, *of_pieces):
+        filled.append(float(np.mean(positions >= 0)))
+        return read(rows, token_ids, positions, *of_pieces)
+
+    programs = scheduler._programs._replace(
+        batch=BatchShape(3, PIECE, NUM_PIECES) if in_pieces else None, prefill_batch=read_and_note
+    )
+    any_request = check_request(Submission([0, 0], jax.random.key(0)), engine._limits)
+    scheduler._slots = warm_up(programs, models.target, any_request.settings, None)
+    scheduler._programs, scheduler._batch = programs, PrefillBatch(programs)
+    filled.clear()
+    return engine, filled
+
+
+def _submit(engine, index):
+    prompt = np.random.default_rng(index).integers(0, 64, 1 + 7 * index % 60)
+    return engine.submit(
+        prompt, key=jax.random.key(index), max_new_tokens=3 + index % 9, temperature=index % 2
+    )
+
+
+def test_an_engine_that_reads_pieces_gives_the_texts_of_one_that_reads_each_prompt_alone():
+    requests = []
+    for in_pieces in (False, True):
+        engine, _ = _engine(in_pieces)
+        submitted = [_submit(engine, index) for index in range(24)]
+        while engine.step():
+            if engine.num_steps % 3 == 0:
+                drops_cache = engine.num_steps % 2 == 0
+                engine.preempt(submitted[engine.num_steps % 24], drops_cache=drops_cache)
+        requests.append(submitted)
+    for alone, together in zip(*requests, strict=True):
+        assert together.token_ids == alone.token_ids
+        np.testing.assert_allclose(together.logprobs, alone.logprobs, rtol=1e-3, atol=1e-3)
+
+
+def test_a_chunk_of_pieces_waits_until_it_is_full_unless_a_slot_does():
+    engine, filled = _engine(True)
+    values = {"key": jax.random.key(0), "max_new_tokens": 20, "temperature": 0}
+    # Of 48, 16, 16 and 8 tokens: the first fills a chunk, the others most of one.
+    for size in (49, 17, 17, 9):
+        engine.submit([1] * size, **values)
+    engine.step()
+    assert filled == [1.0, 40 / 48]
+    for _ in range(4):
+        engine.submit([1] * 2, **values)
+    while engine.num_running < 8:
+        engine.step()
+    # No slot is empty: two prompts are read ahead at once, others with the next that fill a chunk.
+    filled.clear()
+    for size in (9, 9, 9):
+        engine.submit([1] * size, **values)
+    engine.step()
+    assert filled == [24 / 48]
+    engine.run()
+    assert sum(filled) == 24 / 48
