@@ -91,7 +91,8 @@ def model_drafter(model: Model) -> Drafter:
       1.0
     """
     given = (model.init_cache, model.apply, model.logits, model.placement)
-    return Drafter(model.params, *_model_functions(*given), reads_pieces=model.reads_pieces)
+    init, extend, propose = _model_functions(*given)
+    return Drafter(model.params, init, extend, propose, reads_pieces=model.reads_pieces)
 
 
 @functools.lru_cache(maxsize=64)

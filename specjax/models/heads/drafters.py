@@ -371,12 +371,12 @@ class _Eagle3(_HeadDrafter[Eagle3Config]):
         on_each_device = self.target.on_each_device
         run, fuse = on_each_device(self._run), on_each_device(self._fuse)
         states = fuse(params["head"], features)
-        state, rows = state if isinstance(state, Pieces) else (state, None)
-        cache, last = state
-        follows = None if rows is None else _follows(rows, positions)
-        if follows is not None:
-            cache, last = Pieces(cache, rows), last[rows]
-            last = jnp.where(follows[:, None], jnp.roll(states[:, -1], 1, axis=0), last)
+        pieces = state if isinstance(state, Pieces) else None
+        cache, last = state if pieces is None else pieces.cache
+        if pieces is not None:
+            follows = _follows(pieces.rows, positions)
+            cache, before = pieces._replace(cache=cache), jnp.roll(states[:, -1], 1, axis=0)
+            last = jnp.where(follows[:, None], before, last[pieces.rows])
         before = jnp.concatenate([last[:, None], states[:, :-1]], axis=1)
         # A token at position 0 makes no pair: it gets position -1.
         pairs = jnp.maximum(positions - 1, -1)
@@ -388,11 +388,12 @@ class _Eagle3(_HeadDrafter[Eagle3Config]):
         last = jnp.where(
             num_read[:, None] > 0, jnp.take_along_axis(states, index, axis=1)[:, 0], last
         )
-        if follows is not None:
+        if pieces is not None:
             # A text's last piece alone writes; one past the end is dropped.
             is_last = (num_read > 0) & ~jnp.roll(follows, -1)
-            row = jnp.where(is_last, rows, len(state.last))
-            last = state.last.at[row].set(last, mode="drop")
+            before = pieces.cache.last
+            row = jnp.where(is_last, pieces.rows, len(before))
+            last = before.at[row].set(last, mode="drop")
         return _Eagle3State(cache, last)
 
     def propose(
