@@ -13,9 +13,9 @@ import jax
 
 from .listed import MUTATIONS
 from .mutation import ROOT, digest
-from .operated import run_operators
+from .operated import read_seen, run_operators
 from .run import Outcome, copied_tree, passing_tests, run_mutation
-from .table import TABLE, written_table
+from .table import TABLE, counts, written_table
 
 
 def main() -> int:
@@ -55,10 +55,9 @@ def main() -> int:
             print(took, outcome.verdict, mutation.function, repr(mutation.pattern), flush=True)
             print("    ", outcome.test, outcome.message, flush=True)
     known = {m: Outcome(*results[keys[m]]) for m in keys if keys[m] in results}
-    today, equivalent = datetime.date.today().isoformat(), len(MUTATIONS) - len(keys)
     heading = (
-        f"{len(keys)} mutations, and {equivalent} that change nothing a test could see. Written "
-        f"{today} by `python -m tests.mutation` on Python {platform.python_version()} and "
+        f"{counts(MUTATIONS, len(read_seen()))} Written {datetime.date.today().isoformat()} "
+        f"by `python -m tests.mutation` on Python {platform.python_version()} and "
         f"jax {jax.__version__}, on a CPU; what was not run then says what an earlier run saw."
     )
     table = pathlib.Path(__file__).with_name(TABLE)

@@ -6,10 +6,20 @@ from collections.abc import Mapping, Sequence
 from .mutation import Mutation
 from .run import Outcome
 
-__all__ = ["TABLE", "read_table", "written_table"]
+__all__ = ["TABLE", "counts", "read_table", "written_table"]
 
 TABLE = "table.md"
 _TITLES = "| function | what is wrong then | changed | seen by |"
+
+
+def counts(mutations: Sequence[Mutation], num_operated: int) -> str:
+    """Returns the first sentence of the table: its rows, and the lines of `operated.tsv`."""
+    num_equivalent = sum(bool(mutation.equivalent) for mutation in mutations)
+    return (
+        f"{len(mutations) - num_equivalent} listed mutations that a test sees, {num_equivalent} "
+        "that change nothing a test could see, and, as lines of "
+        f"[operated.tsv](operated.tsv), {num_operated} that operators make."
+    )
 
 
 def _cell(text: str) -> str:
