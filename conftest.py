@@ -7,6 +7,7 @@ import os
 import re
 import sys
 import tempfile
+import time
 import types
 
 import jax
@@ -62,6 +63,7 @@ def pytest_runtest_protocol(item):
     Most tests, and most processes that they start, compile for longer than they run. The flags of
     this process are read once, so that what is `optimised` has its own in processes alone.
     """
+    item.stash[_BEGAN] = _cpu_seconds()
     kept = item.get_closest_marker("optimised")
     if kept and not kept.kwargs.get("interpreter", True) and item.get_closest_marker("interpret"):
         kept = None
@@ -71,6 +73,22 @@ def pytest_runtest_protocol(item):
             return (yield)
     with _few_optimisations():
         return (yield)
+
+
+_BEGAN = pytest.StashKey[float]()
+
+
+def _cpu_seconds():
+    """Seconds of a processor that this process and those that it waited for have taken."""
+    return time.process_time() + sum(os.times()[2:4])
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    """A JUnit file says as `cpu_seconds` what a test took, with what it set up and took down."""
+    if call.when == "teardown":
+        item.user_properties.append(("cpu_seconds", f"{_cpu_seconds() - item.stash[_BEGAN]:.4f}"))
+    return (yield)
 
 
 @contextlib.contextmanager
