@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 # A file stays on one worker: its tests share compilations. conftest.py names the longest files.
 PYTEST_FLAGS ?= -n 2 --dist loadfile --no-loadscope-reorder
-QUICK = $(addprefix tests/,core samplers processing theory decode test_config.py)
+QUICK = $(addprefix tests/,core samplers processing theory decode engine/test_request.py test_config.py)
 # Of `make test` and `make checks` the tests with these marks alone, as MARKS='not once'.
 MARKS ?=
 AND_MARKS = $(if $(MARKS), and $(MARKS))

@@ -11,7 +11,6 @@ import pytest
 import specjax
 from specjax import SamplingParams, SpeculativeConfig
 from specjax.markov_chain import markov_chain
-from specjax.models import TransformerConfig, build
 from specjax.theory.coupling import match_probability
 
 pytestmark = [pytest.mark.once, pytest.mark.lenient]
@@ -99,7 +98,8 @@ def test_the_drafter_may_change_in_mid_sequence(order):
 
 def test_transformers_say_in_float32_what_the_target_says_without_drafts():
     """Rows of several tokens are rounded otherwise than one row, and give the same draws."""
-    target = build(TransformerConfig(V, 32, 48, 2, 2, 1, 16), seed=3)
+    config = specjax.models.TransformerConfig(V, 32, 48, 2, 2, 1, 16)
+    target = specjax.models.build(config, seed=3)
     target = dataclasses.replace(target, params=jax.tree.map(lambda x: x * 8, target.params))
     near = dataclasses.replace(target, params=jax.tree.map(lambda x: x * 0.97, target.params))
     options = dict(target=target, temperature=np.ones(len(PROMPTS), np.float32))

@@ -255,6 +255,13 @@ def test_a_token_of_probability_zero_is_rejected_and_its_residual_is_the_target_
     assert ours.token_ids[:, 0].tolist() == [0] * size
 
 
+def test_a_draft_of_probabilities_has_their_logs_as_logits_at_temperature_one():
+    probs = np.array([[[0.25, 0.75, 0], [1, 0, 0]]], np.float32)
+    draft = specjax.draft_from_probs(np.array([[1, 0]], np.int32), probs)
+    np.testing.assert_allclose(np.exp(draft.logits), probs, rtol=1e-6)
+    assert (draft.token_ids.tolist(), draft.temperature.tolist()) == ([[1, 0]], [1])
+
+
 @pytest.mark.parametrize("shape", [(4, 3, 5), (4, 2), (3, 2, 5)])
 def test_probabilities_are_one_distribution_per_token(shape):
     with pytest.raises(ValueError, match="one distribution per drafted token"):

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import oracle_cutoff
 import pytest
+import scipy
 from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from scipy import stats
 
 import specjax
 from specjax.core import bisection
@@ -376,7 +376,7 @@ def test_sampling_with_a_cutoff_follows_the_truncated_distribution():
     assert set(tokens) == set(np.flatnonzero(p))
     np.testing.assert_allclose(sample.logprobs, np.log(p[tokens]), atol=1e-5)
     counts = np.bincount(tokens, minlength=v)
-    assert stats.chisquare(counts[p > 0], n * p[p > 0]).pvalue > 1e-4
+    assert scipy.stats.chisquare(counts[p > 0], n * p[p > 0]).pvalue > 1e-4
 
 
 @pytest.mark.checks
@@ -416,7 +416,7 @@ def test_verification_with_cutoffs_follows_the_truncated_distribution():
     )
     first = np.bincount(np.asarray(step.token_ids[:, 0]), minlength=v)
     assert not first[p == 0].any()
-    assert stats.chisquare(first[p > 0], n * p[p > 0]).pvalue > 1e-4
+    assert scipy.stats.chisquare(first[p > 0], n * p[p > 0]).pvalue > 1e-4
     kept = np.minimum(p, q).sum()
     accepted = float(step.num_accepted.mean())
     assert abs(accepted - kept) < 5 * np.sqrt(kept * (1 - kept) / n)

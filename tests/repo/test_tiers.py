@@ -4,8 +4,9 @@ import pathlib
 import re
 import xml.etree.ElementTree as xml
 
+import public_calls
 import pytest
-from slow_tests import name_of, name_of_case, read_list, seconds_of_case
+from slow_tests import KEPT_QUICK, name_of, name_of_case, read_list, seconds_of_case
 
 ROOT = pathlib.Path(__file__).parents[2]
 MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
@@ -76,6 +77,58 @@ def test_seconds_are_summed_over_the_cases_that_the_target_runs(monkeypatch, tmp
     monkeypatch.setattr(f"{__name__}.REPORT", report)
     assert seconds_of(is_quick) == 1
     assert seconds_of(is_of_kernels) == 320
+
+
+def quick_files():
+    paths = [ROOT / name for name in quick_folders()]
+    return [path for each in paths for path in ([each] if each.is_file() else each.rglob("*.py"))]
+
+
+def test_make_quick_calls_every_public_function_and_class():
+    names = public_calls.not_called(quick_files(), read_list())
+    assert not names, f"No test of make quick calls {', '.join(names)}: add one of a few seconds."
+
+
+def test_a_call_counts_where_a_quick_test_leads_to_it_and_expects_no_refusal(tmp_path, monkeypatch):
+    path = tmp_path / "test_one.py"
+    path.write_text("""
+import pytest
+import specjax
+from specjax import generate as decode, step
+
+VALUE = specjax.commit(1)
+
+def helper():
+    return decode(VALUE)
+
+def test_quick():
+    helper()
+    with pytest.raises(ValueError):
+        specjax.init()
+
+@pytest.mark.parametrize("call", [lambda: specjax.unpad(1)])
+def test_refusals(call):
+    with pytest.raises(ValueError):
+        call()
+
+@pytest.mark.slow
+def test_marked():
+    step()
+
+def test_listed():
+    specjax.propose()
+""")
+    monkeypatch.setattr(public_calls, "TESTS", tmp_path / "tests")
+    listed = {"test_one.py::test_listed"}
+    assert list(public_calls.quick_tests(path, listed)) == ["test_quick", "test_refusals"]
+    names = public_calls.not_called([path], listed)
+    assert not {"specjax.generate", "specjax.commit", "specjax.Generation"} & set(names)
+    assert {f"specjax.{name}" for name in ("init", "unpad", "step", "propose")} <= set(names)
+
+
+def test_files_that_stay_quick_are_there_and_no_listed_test_is_of_one():
+    assert all((ROOT / file).is_file() for file in KEPT_QUICK)
+    assert not [name for name in read_list() if name.startswith(KEPT_QUICK)]
 
 
 def test_every_test_is_one_of_make_test_or_one_of_make_checks():

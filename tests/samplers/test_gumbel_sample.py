@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+import scipy
 from fixed_noise import draw_the_key, keys_of
-from scipy import stats
 
 import specjax
 from specjax import Stream
@@ -134,7 +134,7 @@ def check_distribution(counts, probs, alpha=1e-5):
     observed = np.append(counts[~rare], counts[rare].sum())
     expected = np.append(n * probs[~rare], n * probs[rare].sum())
     used = expected > 0
-    assert stats.chisquare(observed[used], expected[used]).pvalue > alpha
+    assert scipy.stats.chisquare(observed[used], expected[used]).pvalue > alpha
 
 
 def example_logits(vocab_size):

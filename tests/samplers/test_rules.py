@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+import scipy
 from generic_rules import STANDARD_BY_FUNCTIONS
-from scipy import stats
 from test_ragged import check_same, ragged_case, run_ragged
 from verify_cases import (
     check_against_oracle,
@@ -80,6 +80,14 @@ def test_a_rule_s_total_variation_is_that_of_its_docstring(name):
     assert variation == 0 or f": {variation}." in " ".join(text.split())
 
 
+def test_typical_acceptance_asks_for_a_probability_above_its_threshold_alone():
+    rule = rules.typical_acceptance(0.3, 0.6)
+    row = RowValues(rule.statistics, entropy=lambda: np.float32(ENTROPY))
+    accepted = rule.accept(np.log(P, dtype=np.float32), np.float32(0), np.float32(0.99), row)
+    # The threshold is 0.19.
+    assert np.asarray(accepted).tolist() == [True, True, False, False]
+
+
 # The standard one is the default, as a test below says; lenience and ensemble differ in a factor.
 @pytest.mark.parametrize("name", ["typical", "relaxed"])
 def test_emitted_tokens_follow_the_enumeration(name):
@@ -92,7 +100,7 @@ def test_emitted_tokens_follow_the_enumeration(name):
     step = specjax.rejection_sample(draft, target, keys=keys, positions=5, rule=rule)
     counts = np.bincount(np.asarray(step.token_ids)[:, 0], minlength=4)
     expected = PAIRS * enumerated(acceptance, residual)
-    assert stats.chisquare(counts, expected).pvalue > 1e-6
+    assert scipy.stats.chisquare(counts, expected).pvalue > 1e-6
     rate = np.sum(Q * acceptance)
     margin = 5 * np.sqrt(rate * (1 - rate) / PAIRS)
     assert abs(np.mean(step.num_accepted) - rate) < margin

@@ -36,6 +36,13 @@ def law_of_length(conditional):
 
 
 @pytest.mark.once
+def test_rates_for_a_length_have_it_as_their_expected_acceptance_length():
+    rates = rates_for_length(2.25, 3)
+    np.testing.assert_allclose(rates, [1, 0.25, 0])
+    assert expected_acceptance_length(rates) == pytest.approx(2.25)
+
+
+@pytest.mark.once
 @settings(deadline=None, max_examples=60)
 @given(rate=RATES, size=SIZES)
 def test_a_geometric_schedule_has_the_mean_that_was_asked_for(rate, size):

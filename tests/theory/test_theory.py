@@ -8,7 +8,7 @@ import numpy as np
 import oracle
 import oracle_block
 import pytest
-from scipy import optimize
+import scipy
 
 from specjax import theory
 
@@ -125,7 +125,7 @@ def most_accepted(p, q, num_drafts, replacement):
     for y, rule in enumerate(of_tokens):
         rule[:, y] = 1
     equal = np.stack([rule.ravel() for rule in (*of_drafts, *of_tokens)])
-    solution = optimize.linprog(-gain.ravel(), A_eq=equal, b_eq=np.concatenate([masses, p]))
+    solution = scipy.optimize.linprog(-gain.ravel(), A_eq=equal, b_eq=np.concatenate([masses, p]))
     assert solution.success
     return -solution.fun
 
