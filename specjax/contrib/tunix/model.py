@@ -82,7 +82,7 @@ class Graph:
         # A config of tunix is compared, and has no hash.
         return hash(self.names)
 
-    def build(self, arrays: Mapping[str, Any]) -> Any:
+    def build(self, arrays: Mapping[str, jax.Array]) -> Any:
         """Returns the transformer with these arrays, by name."""
         leaves = [arrays[name] for name in self.names]
         return nnx.merge(self.graphdef, jax.tree.unflatten(self.treedef, leaves))
@@ -136,7 +136,7 @@ def split_transformer(transformer: Any) -> tuple[Graph, dict[str, Any]]:
     return graph, arrays
 
 
-def make_model(graph: Graph, arrays: Mapping[str, Any]) -> Model:
+def make_model(graph: Graph, arrays: Mapping[str, jax.Array]) -> Model:
     """Returns the model of a graph and its arrays by name.
 
     In `Model.params` the embedding table and the layers are where draft heads read them.

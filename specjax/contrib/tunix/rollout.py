@@ -222,7 +222,7 @@ class SpecRollout(_BaseRollout):
         arrays = name_arrays(nnx.state(self._actor))
         return {name: arrays[name] for name in self._graph.names}
 
-    def _put(self, arrays: Mapping[str, Any]) -> dict[str, Any]:
+    def _put(self, arrays: Mapping[str, jax.Array]) -> dict[str, Any]:
         """Returns arrays on the policy's first devices: elsewhere programs compile again."""
         return {
             name: jax.device_put(array, self._placements[name]) for name, array in arrays.items()

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -346,7 +346,7 @@ def _list_functions(**models: Any) -> JsonObject:
     }
 
 
-def _check_functions(given: JsonObject, compiled: JsonObject) -> None:
+def _check_functions(given: Mapping[str, object], compiled: Mapping[str, object]) -> None:
     """Refuses a call with other functions of models than programs are compiled with.
 
     Args:

@@ -134,7 +134,7 @@ def read_json_object(path: pathlib.Path, expected: str) -> dict[str, Any]:
 
 
 def write_folder(
-    folder: str | os.PathLike[str], fields: Mapping[str, Any], tensors: Mapping[str, np.ndarray]
+    folder: str | os.PathLike[str], fields: Mapping[str, object], tensors: Mapping[str, np.ndarray]
 ) -> pathlib.Path:
     """Writes config.json and model.safetensors, each after the new one is complete.
 
