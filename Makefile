@@ -30,9 +30,11 @@ demo: $(VENV)/.demo
 quick: $(VENV)/.test
 	$(VENV)/bin/python -m pytest -q -m 'not slow and not interpret and not gpu and not checks' $(QUICK_FLAGS) $(QUICK)
 
-# Every kernel against plain JAX in the interpreter, and lowered for CUDA; K=cutoff takes those that name it.
+# Every kernel against plain JAX in the interpreter, and lowered for CUDA. K=next_token, or K=block/judge,
+# takes the tests of that file, as tests/support/kernel_tests.py finds them, K=block those of a folder.
 kernels: $(VENV)/.test
-	$(VENV)/bin/python -m pytest -q $(PYTEST_FLAGS) -m '(interpret or lowering) and not checks' $(if $(K),-k '$(K)') tests
+	$(VENV)/bin/python -m pytest -q $(PYTEST_FLAGS) \
+		$(if $(K),--kernel '$(K)',-m '(interpret or lowering) and not checks') tests
 
 # Every room's tests and docstrings, but for what `make checks` runs.
 test: $(VENV)/.test

@@ -6,6 +6,7 @@ import pathlib
 
 import jax
 import pytest
+from kernel_tests import kernel_modules, kernel_tests, tests_of
 from machine import has_gpu
 
 _HERE = pathlib.Path(__file__).parent
@@ -36,8 +37,53 @@ def _forget_programs():
     gc.collect()
 
 
+@pytest.fixture(autouse=True)
+def _launched_kernels(request):
+    """A JUnit file says which kernels a test traced, for the interpreter or for CUDA.
+
+    What a test of the file traced before, JAX does not trace again.
+    """
+    mark = next(filter(request.node.get_closest_marker, ("interpret", "lowering")), None)
+    if mark is None:
+        yield
+        return
+    from jax.experimental import pallas
+
+    names, call = set(), pallas.pallas_call
+
+    def record(*arguments, name=None, **options):
+        names.add(name or "")
+        return call(*arguments, name=name, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pallas, "pallas_call", record)
+        yield
+    request.node.user_properties.append((mark, " ".join(sorted(names))))
+
+
+def pytest_addoption(parser):
+    parser.addoption("--kernel", help="a kernel file, such as next_token, whose tests alone run")
+
+
+def pytest_configure(config):
+    """A name of no kernel file is refused, rather than that it selects nothing."""
+    name = config.getoption("kernel")
+    if name and not kernel_modules(name):
+        names = sorted({module.rpartition(".")[2] for module in kernel_modules()})
+        raise pytest.UsageError(f"{name} is no kernel file or folder: {', '.join(names)}.")
+
+
+def _keep_tests_of(name, config, items):
+    among = kernel_tests(items)
+    kept = {id(item) for module in kernel_modules(name) for item in tests_of(module, among)}
+    config.hook.pytest_deselected(items=[item for item in items if id(item) not in kept])
+    items[:] = [item for item in items if id(item) in kept]
+
+
 def pytest_collection_modifyitems(config, items):
     """GPU tests are skipped without a GPU, or refused where they were asked for."""
+    if name := config.getoption("kernel"):
+        _keep_tests_of(name, config, items)
     if has_gpu():
         return
     if _GPU_IS_NEEDED:

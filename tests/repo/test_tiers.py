@@ -3,7 +3,9 @@
 import pathlib
 import re
 import xml.etree.ElementTree as xml
+from typing import NamedTuple
 
+import kernel_tests
 import public_calls
 import pytest
 from slow_tests import KEPT_QUICK, name_of, name_of_case, read_list, seconds_of_case
@@ -129,6 +131,67 @@ def test_listed():
 def test_files_that_stay_quick_are_there_and_no_listed_test_is_of_one():
     assert all((ROOT / file).is_file() for file in KEPT_QUICK)
     assert not [name for name in read_list() if name.startswith(KEPT_QUICK)]
+
+
+class Case(NamedTuple):
+    """A case of a report as an item of pytest, with the kernels that it traced by its mark."""
+
+    nodeid: str
+    kernels: dict[str, str]
+
+    @property
+    def path(self):
+        return ROOT / self.nodeid.partition("::")[0]
+
+    def get_closest_marker(self, name):
+        return self.kernels.get(name)
+
+
+def cases_of_kernels():
+    for case in xml.parse(REPORT).getroot().iter("testcase"):
+        named = {one.get("name"): one.get("value") for one in case.iter("property")}
+        kernels = {name: named[name] for name in ("interpret", "lowering") if name in named}
+        if kernels:
+            yield Case(name_of_case(case), kernels)
+
+
+def kernels_of(module, modules_by_kernel):
+    """Names of the kernels that lead to a module, or, of one that launches none, to its imports."""
+    imported = kernel_tests.imports_of(kernel_tests.modules()[module])
+    names = {name for name, found in modules_by_kernel.items() if module in found}
+    return names or {name for name, found in modules_by_kernel.items() if imported & found}
+
+
+def test_the_tests_of_each_kernel_file_run_one_of_its_kernels():
+    """Those of make test alone are asked: of block and coupled sampling they lower a kernel."""
+    if not REPORT.exists():
+        pytest.skip(f"{REPORT} is written by .ci/run")
+    cases, modules_by_kernel = list(cases_of_kernels()), kernel_tests.modules_of_kernels()
+    left = []
+    for module in kernel_tests.kernel_modules():
+        traced = {
+            kernel
+            for case in kernel_tests.tests_of(module, cases)
+            for kernels in case.kernels.values()
+            for kernel in kernels.split()
+        }
+        if not traced & kernels_of(module, modules_by_kernel):
+            left.append(module)
+    assert not left, f"make kernels K=... runs no kernel of {', '.join(left)}."
+
+
+def test_a_kernel_file_has_the_tests_that_name_it_or_else_those_of_its_importers():
+    split, verify, lowered = (
+        Case("tests/pallas/test_split.py::test_one", {"interpret": ""}),
+        Case("tests/pallas/test_verify.py::test_one[interpret-small]", {"interpret": ""}),
+        Case("tests/pallas/test_lowering.py::test_emit_tokens_lowers", {"lowering": ""}),
+    )
+    cases = [split, verify, lowered]
+    assert kernel_tests.tests_of("specjax.pallas.split.proposals", cases) == [split]
+    assert kernel_tests.tests_of("specjax.pallas.draft_statistics", cases) == [verify]
+    assert kernel_tests.tests_of("specjax.pallas.emit_tokens", cases) == [lowered, verify]
+    assert kernel_tests.kernel_modules("block/judge") == ["specjax.pallas.block.judge"]
+    assert kernel_tests.kernel_modules("nothing") == []
 
 
 def test_every_test_is_one_of_make_test_or_one_of_make_checks():
