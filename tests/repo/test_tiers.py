@@ -10,6 +10,8 @@ import public_calls
 import pytest
 from slow_tests import KEPT_QUICK, name_of, name_of_case, read_list, seconds_of_case
 
+pytestmark = pytest.mark.once
+
 ROOT = pathlib.Path(__file__).parents[2]
 MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
 # What `make test` left in CI, which runs it before these tests.
