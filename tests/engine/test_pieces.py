@@ -164,11 +164,14 @@ def test_a_chunk_of_pieces_waits_until_it_is_full_unless_a_slot_does():
         engine.submit([1] * 2, **values)
     while engine.num_running < 8:
         engine.step()
-    # No slot is empty: two prompts are read ahead at once, others with the next that fill a chunk.
+    # While no slot is empty, two prompts are read ahead at once. The third waits for a full chunk.
     filled.clear()
-    for size in (9, 9, 9):
+    for size in (9, 9):
         engine.submit([1] * size, **values)
     engine.step()
-    assert filled == [24 / 48]
+    assert filled == [16 / 48]
+    engine.submit([1] * 9, **values)
+    engine.step()
+    assert filled == [16 / 48]
     engine.run()
-    assert sum(filled) == 24 / 48
+    assert filled == [16 / 48, 8 / 48]

@@ -1,7 +1,16 @@
 """Wrong versions of the engine: what a slot keeps of the request before, when steps are read."""
 
 from ..mutation import Mutation
-from .tests import batches, commands, engines, json_schemas, soaks, stop_strings, text_streams
+from .tests import (
+    batches,
+    commands,
+    engines,
+    json_schemas,
+    pieces,
+    soaks,
+    stop_strings,
+    text_streams,
+)
 
 __all__ = ["MUTATIONS"]
 
@@ -27,6 +36,9 @@ _STOPS_AT_ONCE = "test_a_stop_string_ends_a_text_with_the_token_that_completed_i
 _WHOLE = "test_pieces_are_the_end_of_the_whole_text"
 _COMMAND = "test_a_text_ends_before_a_stop_string_that_tokens_share_and_shows_no_part_of_it"
 _LINES = "test_a_file_gives_the_texts_of_its_lines_and_goes_on_wherever_it_was_cut"
+_CACHES = "test_pieces_of_several_prompts_write_the_caches_of_each_alone"
+_ALONE = "test_an_engine_that_reads_pieces_gives_the_texts_of_one_that_reads_each_prompt_alone"
+_FULL = "test_a_chunk_of_pieces_waits_until_it_is_full_unless_a_slot_does"
 _MATCHED = "test_an_engine_gives_valid_json_by_the_automaton_and_by_llguidance_next_to_free_texts"
 
 MUTATIONS = (
@@ -74,15 +86,15 @@ MUTATIONS = (
     ),
     Mutation(
         "specjax.engine.scheduler.Scheduler._fill_slots",
-        "min(2 * max(1, len(empty)), self.queue.num_entries())",
-        "2 * max(1, len(empty))",
+        "min(2 * max(least, len(empty)), self.queue.num_entries())",
+        "2 * max(least, len(empty))",
         engines(_LONG),
         "a prompt that waits alone keeps the others waiting for two chunks",
     ),
     Mutation(
         "specjax.engine.scheduler.Scheduler._fill_slots",
-        "2 * max(1, len(empty))",
-        "max(1, len(empty))",
+        "2 * max(least, len(empty))",
+        "max(least, len(empty))",
         engines(_LONG),
         "one chunk for an empty slot",
     ),
@@ -200,8 +212,8 @@ MUTATIONS = (
     ),
     Mutation(
         "specjax.engine.queue.PrefillBatch.read",
-        "if not size or not _fits_batch(first, programs)",
-        "if not size",
+        "if programs.batch is None or not _fits_batch(first, programs)",
+        "if programs.batch is None",
         engines("test_a_short_prompt_that_is_read_first_waits_for_one_before_it"),
         "prompts are read together while the first waits, which nothing is left of",
     ),
@@ -256,8 +268,8 @@ MUTATIONS = (
     ),
     Mutation(
         "specjax.engine.programs.make_programs",
-        "(max_length,) if is_whole else",
-        "",
+        "is_whole or batch is not None",
+        "batch is not None",
         engines("test_a_drafter_of_whole_prompts_is_told_of_the_prompt_alone"),
         "a drafter of whole prompts reads them into rows that grow",
     ),
@@ -441,5 +453,61 @@ MUTATIONS = (
         "if not line.stop",
         batches(_LINES),
         "a line cannot ask for no stop strings",
+    ),
+    Mutation(
+        "specjax.engine.queue.PrefillBatch._read_pieces",
+        "if needs_all and",
+        "if",
+        pieces(_FULL),
+        "a slot that is empty waits for a chunk that is full",
+    ),
+    Mutation(
+        "specjax.engine.queue.PrefillBatch._read_pieces",
+        "if needs_all and",
+        "if False and",
+        pieces(_FULL),
+        "a chunk is read for a few tokens while no slot is empty",
+    ),
+    Mutation(
+        "specjax.engine.queue.PrefillBatch._read_pieces",
+        "group.num_read + np.arange",
+        "np.arange",
+        pieces(_ALONE),
+        "a prompt's next pieces are read at the positions of its first",
+    ),
+    Mutation(
+        "specjax.engine.queue.PrefillBatch._read_pieces",
+        "rows[start:end] = index",
+        "rows[start:end] = 0",
+        pieces(_ALONE),
+        "all prompts of a chunk are read into one row",
+    ),
+    Mutation(
+        "specjax.models.heads.drafters._follows",
+        "& (first == last + 1)",
+        "",
+        pieces(_CACHES),
+        "a piece follows one of its text that is not next to it",
+    ),
+    Mutation(
+        "specjax.models.heads.drafters._Eagle3.extend",
+        "jnp.where(follows[:, None], before, last[pieces.rows])",
+        "last[pieces.rows]",
+        pieces(_CACHES),
+        "a piece's first token is paired with the state before the chunk",
+    ),
+    Mutation(
+        "specjax.models.heads.drafters._Eagle3.extend",
+        "is_last = (num_read > 0) & ~jnp.roll(follows, -1)",
+        "is_last = num_read > -1",
+        pieces(_CACHES),
+        "a piece without a token overwrites the last state of a row",
+    ),
+    Mutation(
+        "specjax.models.decoder.pallas.request_qkv.cache_row",
+        "b if rows is None else rows[b]",
+        "b",
+        pieces(f"{_CACHES}[interpret-model]"),
+        "kernels read and write the row of a piece's number",
     ),
 )

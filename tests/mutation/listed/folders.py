@@ -68,17 +68,10 @@ MUTATIONS = (
         "an inner sample_from_anchor is lost: each row drafts the token before its own",
     ),
     Mutation(
-        f"{_HEADS}drafters.eagle3_drafter",
-        "taps=config.taps)",
-        "taps=tuple(sorted(config.taps)))",
+        f"{_HEADS}drafters._features_drafter",
+        "head.taps, target",
+        "tuple(sorted(head.taps)), target",
         eagle3_folder(_ORDER),
-        "fc reads taps in another order than it was trained with",
-    ),
-    Mutation(
-        f"{_HEADS}drafters.dflash_drafter",
-        "taps=config.taps)",
-        "taps=tuple(sorted(config.taps)))",
-        dflash_folder(_ORDER),
         "fc reads taps in another order than it was trained with",
     ),
     Mutation(

@@ -27,21 +27,21 @@ _APPENDED = "features, positions, cache)"
 MUTATIONS = (
     Mutation(
         _EXTEND,
-        "[state.last[:, None], states[:, :-1]], axis=1",
+        "[last[:, None], states[:, :-1]], axis=1",
         "[states], axis=1",
         _LLAMA,
         "a token is paired with its own state, not that of the token before it",
     ),
     Mutation(
         _EXTEND,
-        'run(params["head"], tokens, before, pairs, state.cache)',
-        'run(params["head"], tokens, before, jnp.where(pairs < 6, pairs, -1), state.cache)',
+        'run(params["head"], tokens, before, pairs, cache)',
+        'run(params["head"], tokens, before, jnp.where(pairs < 6, pairs, -1), cache)',
         _LLAMA,
         "the cache of committed tokens is kept from drafting",
     ),
     Mutation(
         _EXTEND,
-        "jnp.where(num_read[:, None] > 0, last[:, 0], state.last)",
+        "jnp.take_along_axis(states, index, axis=1)[:, 0]",
         "states[:, -1]",
         _LLAMA,
         "the last state is that of padding",

@@ -42,6 +42,7 @@ __all__ = [
     "lowered",
     "metrics",
     "noise",
+    "pieces",
     "processes",
     "processing",
     "products",
@@ -107,6 +108,7 @@ soaks = _of("engine/test_soak.py")
 eagle3 = _of("models/test_eagle3.py")
 embedded_eagle3 = _of("models/test_embedded_eagle3.py")
 eagle3_folder = _of("models/test_eagle3_folder.py")
+pieces = _of("engine/test_pieces.py")
 few = _of("models/decoder/test_decode_step.py")
 grammar_laws = _of("laws/test_grammar_laws.py")
 grammars = _of("processing/test_grammar.py")
