@@ -131,11 +131,13 @@ def speculate(
     effort: Effort,
     k: int = K,
     length: float = LENGTH,
+    max_length: int | None = None,
 ) -> Timed:
     """Steps of the whole loop: drafts, target rows, verification, commit, cache.
 
     k, length: drafted tokens of a step and the mean number that it is to emit; not read without a
       drafter.
+    max_length: of `LoopOptions`.
     """
     k = 0 if drafter is None else k
     config = None
@@ -153,6 +155,7 @@ def speculate(
         keys=jax.random.key(0),
         config=config,
         max_new_tokens=effort.iterations * (k + 1) + 2,
+        options=specjax.LoopOptions(max_length=max_length),
     )
 
     def loop(caches: Any, target: Any, drafter: Any, state: Any) -> Any:

@@ -113,7 +113,7 @@ def generate(
         prompts, keys, max_new_tokens, temperature, eos_token_ids, sampling
     )
     requests, static = check_arguments(target, drafter, arguments, config, options)
-    generation = run_requests(run_loop, Models(target, drafter), requests, static)
+    generation, _ = run_requests(run_loop, Models(target, drafter), requests, static)
     return take_first_requests(generation, requests.lengths.shape[0])
 
 
@@ -124,9 +124,14 @@ def take_first_requests(generation: Generation, size: int) -> Generation:
     return jax.tree.map(lambda x: x[:size], generation)
 
 
-@functools.partial(jax.jit, static_argnames="options")
-def run_loop(models: Models, state: DecodeState, *, options: StepOptions) -> Generation:
-    """Takes steps until every request has ended, and returns what `generate` returns."""
+@functools.partial(jax.jit, static_argnames="options", donate_argnames="state")
+def run_loop(
+    models: Models, state: DecodeState, *, options: StepOptions
+) -> tuple[Generation, DecodeState]:
+    """Takes steps until every request has ended; returns the texts, and the rest of the state.
+
+    The state is donated. The rest is an output so that its caches lie in the same memory.
+    """
 
     def take_step(state: DecodeState) -> DecodeState:
         after, _ = run_step(models, state, options=options)
@@ -134,7 +139,9 @@ def run_loop(models: Models, state: DecodeState, *, options: StepOptions) -> Gen
 
     start = pvary_like(state, state, models)
     state = jax.lax.while_loop(lambda state: jnp.any(state.finish == 0), take_step, start)
-    return Generation(*(getattr(state, name) for name in Generation._fields))
+    generation = Generation(*(getattr(state, name) for name in Generation._fields))
+    rest: dict[str, Any] = dict.fromkeys(Generation._fields)
+    return generation, state._replace(**rest)
 
 
 jax.export.register_namedtuple_serialization(Generation, serialized_name="specjax.Generation")

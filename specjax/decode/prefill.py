@@ -192,6 +192,8 @@ def run_prefill(models: Models, requests: RequestBatch, *, options: StaticOption
     start = pvary_like(start, start, prompt, lengths, models)
     end = jnp.max(lengths - 1)
     _, cache, drafter_state = jax.lax.while_loop(lambda carry: carry[0] < end, read, start)
+    # Copies: a program that takes the state may be given its memory, but not that of the arguments.
+    state = jax.tree.map(jnp.copy, state._replace(target_cache=None, drafter_state=None))
     return state._replace(target_cache=cache, drafter_state=drafter_state)
 
 

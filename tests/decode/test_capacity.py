@@ -13,6 +13,10 @@ from compilations import compilations
 
 import specjax
 from specjax import SamplingParams, SpeculativeConfig
+from specjax.decode.drafters import Models
+from specjax.decode.generate import run_loop
+from specjax.decode.prefill import begin_compilation
+from specjax.decode.request_batch import RequestArguments, check_arguments
 from specjax.markov_chain import markov_chain
 
 V, B = 4, 3
@@ -80,6 +84,17 @@ def test_fifty_requests_of_any_length_and_any_values_compile_nothing():
         for seed in range(1, 51):
             both(seed)
     assert found == []
+
+
+def test_steps_of_generate_write_into_the_caches_of_the_prefill():
+    models = Models(MODEL, BY_MODEL)
+    arguments = RequestArguments(ROWS, bigrams.keys(B), max_new_tokens=5)
+    requests, static = check_arguments(*models, arguments, CONFIG, options_of(4096))
+    _, compilations = begin_compilation(run_loop, models, requests, static)
+    memory = compilations[1].result().memory_analysis()
+    caches = sum(leaf.nbytes for leaf in jax.tree.leaves(models.init_caches(B, 4096)))
+    assert memory.alias_size_in_bytes >= caches
+    assert memory.temp_size_in_bytes < memory.alias_size_in_bytes
 
 
 @pytest.mark.once

@@ -122,7 +122,7 @@ class CompiledGenerate:
         models, placement = Models(target, drafter), target.placement
         with explain_out_of_memory(models, *filled.token_ids.shape):
             state = with_auto_axes(prefill, placement, models, filled, like=keys)
-            generation = with_auto_axes(run, placement, models, state, like=keys)
+            generation, _ = with_auto_axes(run, placement, models, state, like=keys)
         return take_first_requests(generation, self.batch_size)
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -260,7 +260,8 @@ def load_compiled(path: str | os.PathLike[str]) -> CompiledGenerate:
         ) from None
     listed = None if options.num_logprobs is None else TopLogprobs._make(TopLogprobs._fields)
     texts = Generation._make([*Generation._fields[:5], Metrics._make(Metrics._fields), listed])
-    programs = [load_program(*each) for each in zip(saved, (0, None, texts), strict=True)]
+    programs = [load_program(*each) for each in zip(saved, (0, None, None), strict=True)]
+    programs[-1] = functools.partial(_run_loaded, programs[-1], texts)
     return CompiledGenerate(
         **described,
         config=config,
@@ -269,6 +270,15 @@ def load_compiled(path: str | os.PathLike[str]) -> CompiledGenerate:
         serialize=lambda: saved,
         functions={},
     )
+
+
+def _run_loaded(
+    program: Callable[..., Any], texts: Generation, *operands: Any
+) -> tuple[Generation, Any]:
+    """Returns the results of a loaded `run_loop`, whose arrays come without their structure."""
+    leaves, num_texts = program(*operands), len(jax.tree.leaves(texts))
+    generation = jax.tree.unflatten(jax.tree.structure(texts), leaves[:num_texts])
+    return generation, leaves[num_texts:]
 
 
 def _parse_prompts(prompts: Any, batch_size: int) -> tuple[Any, Any]:
