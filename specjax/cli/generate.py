@@ -174,7 +174,7 @@ def stream_text(
     spinner: Spinner = contextlib.nullcontext,
     begin: Callable[[GenerateJob], None] = _ignore,
     show: Callable[[str, int], None] = _ignore,
-    waits_for_all: bool = False,
+    warms_up: bool = False,
 ) -> tuple[GenerateResult, Timings]:
     """Decodes step by step, up to a stop string, and shows text as soon as it is final.
 
@@ -183,16 +183,14 @@ def stream_text(
       spinner: returns a context that shows the current work before the first token.
       begin: called once, when the first token has been drawn.
       show: called with each piece of text and the `Origin` of the token that completed it.
-      waits_for_all: whether all programs are compiled before the first step. If not, only those of
-        the first token are, and a processor of few cores runs the first steps more slowly.
+      warms_up: whether the programs of a step run once on a copy, after the first token. If not, a
+        processor of few cores compiles while it decodes, and runs the first steps more slowly.
 
     Returns:
       The result, and its times without those of `show`.
     """
     with spinner("compiling"):
         programs = job.programs or begin_programs(job)
-        if waits_for_all or programs.compiles_at_calls:
-            programs.warm_up(*job.models)
         programs.wait_for_prompt()
     with spinner("reading the prompt"):
         state = programs.read_prompt(*job.models)
@@ -212,6 +210,9 @@ def stream_text(
             num_shown += 1
         if text.stopped or finish[0]:
             break
+        if warms_up:
+            programs.warm_up(*job.models, state)
+            warms_up = False
         start = time.perf_counter() - programs.seconds_waited
         state = programs.step(*job.models, state)
         step_seconds += time.perf_counter() - programs.seconds_waited - start
@@ -237,7 +238,7 @@ def compare_with_plain(
     if job.drafter is None:
         return timings
     plain_job = job._replace(drafter=None, programs=None)
-    _, plain = stream_text(plain_job, spinner=spinner, waits_for_all=True)
+    _, plain = stream_text(plain_job, spinner=spinner, warms_up=True)
     rate, plain_rate = timings.tokens_per_second, plain.tokens_per_second
     return timings._replace(
         compile_seconds=timings.compile_seconds + plain.compile_seconds,

@@ -78,7 +78,7 @@ def run_job(job: GenerateJob, terminal: Any) -> None:
     streams = writes and not options.json
     shown = {"begin": terminal.print_prompt, "show": terminal.print_text} if streams else {}
     spinner = terminal.spinner
-    result, timings = stream_text(job, spinner=spinner, waits_for_all=options.compare, **shown)
+    result, timings = stream_text(job, spinner=spinner, warms_up=options.compare, **shown)
     if streams:
         terminal.end_line()
     if options.compare:

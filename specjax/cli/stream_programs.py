@@ -16,6 +16,7 @@ from concurrent import futures
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from specjax.cli.program_store import Kept, load_kept, read_programs, write_programs
@@ -69,6 +70,7 @@ _FUNCTIONS = {
     "rows": _jit_part(compute_rows),
     "commit": _jit_part(_commit_rows),
 }
+_copy = jax.jit(functools.partial(jax.tree.map, jnp.copy))
 
 
 class StreamPrograms:
@@ -79,11 +81,11 @@ class StreamPrograms:
       drafter: the drafter, or None for plain decoding.
       requests: of `run_prefill`; all prompts end in the same chunk.
       options: of `run_prefill`.
-      path: of the file that keeps programs of this kind, or None.
+      path: of the file that keeps programs of this kind, or None. It is written once all are
+        compiled: a command that ends before that, or before its second step, keeps none.
 
     Attributes:
-      seconds_waited: for compilations.
-      compiles_at_calls: of models on a mesh: where a state lies is known once it is computed.
+      seconds_waited: for compilations, and for the first call of a function without a program.
     """
 
     def __init__(
@@ -95,7 +97,6 @@ class StreamPrograms:
         path: pathlib.Path | None = None,
     ) -> None:
         self.seconds_waited = 0.0
-        self.compiles_at_calls = target.placement is not None
         self._requests, self._chunk_size = requests, options.chunk_size
         self._options: dict[str, Any] = dict.fromkeys(_FUNCTIONS, options.step)
         self._options["chunk"] = options
@@ -109,7 +110,10 @@ class StreamPrograms:
         # Functions that load or compile the programs that nothing has begun yet.
         self._pending: dict[str, Callable[[], Callable[..., Any] | None]] = {}
         self._path: pathlib.Path | None = None
-        if self.compiles_at_calls or jax.config.values["jax_disable_jit"]:
+        # Functions without a program: their first call compiled them.
+        self._called: set[str] = set()
+        # Where a state lies on a mesh is known once it is computed.
+        if target.placement is not None or jax.config.values["jax_disable_jit"]:
             return
         kept: Kept = {} if path is None else read_programs(path)
         self._pending |= {name: functools.partial(load_kept, *kept[name]) for name in kept}
@@ -160,16 +164,15 @@ class StreamPrograms:
         futures.wait([self._programs[name] for name in ("begin", "chunk") if self._programs])
         self.seconds_waited += time.perf_counter() - start
 
-    def warm_up(self, target: Model, drafter: Drafter | None) -> None:
-        """Waits for all programs and runs each on a state that is dropped.
+    def warm_up(self, target: Model, drafter: Drafter | None, state: DecodeState) -> None:
+        """Waits for the programs of a step and runs them on a copy of the state.
 
         A program takes longer when it runs first.
         """
-        self._begin(*_FUNCTIONS)
-        start = time.perf_counter()
-        state = self.step(target, drafter, self.read_prompt(target, drafter))
-        self.step(target, drafter, state)
-        self.seconds_waited += time.perf_counter() - start if self.compiles_at_calls else 0.0
+        hidden = self._hidden
+        with explain_out_of_memory(Models(target, drafter), *self._requests.token_ids.shape):
+            self.step(target, drafter, _copy(state))
+        self._hidden = hidden
 
     def read_prompt(self, target: Model, drafter: Drafter | None) -> DecodeState:
         """Returns the state that has read the prompt; the first step takes its last row."""
@@ -206,10 +209,13 @@ class StreamPrograms:
         return drafted
 
     def _call(self, name: str, *operands: Any) -> Any:
-        start, program = time.perf_counter(), None
-        if name in self._programs:
-            program = self._programs[name].result()
+        start = time.perf_counter()
+        program = self._programs[name].result() if name in self._programs else None
+        if program is not None:
             self.seconds_waited += time.perf_counter() - start
-        if program is None:
-            return _FUNCTIONS[name](*operands, options=self._options[name])
-        return program(*operands)
+            return program(*operands)
+        results = _FUNCTIONS[name](*operands, options=self._options[name])
+        if name not in self._called:
+            self._called.add(name)
+            self.seconds_waited += time.perf_counter() - start
+        return results

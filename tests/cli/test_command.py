@@ -10,7 +10,9 @@ import pathlib
 import re
 import subprocess
 import sys
+import time
 import tomllib
+import types
 
 import jax
 import jax.numpy as jnp
@@ -19,13 +21,14 @@ import pytest
 import tokenizers
 
 import specjax
-from specjax.cli import main, streams
+from specjax.cli import generate, main, streams
 from specjax.cli.arguments import parse_options
 from specjax.cli.generate import GenerateJob, GenerateResult, Timings
 from specjax.cli.json_report import is_exact, metrics_json
 from specjax.cli.model_pair import ModelPair, read_pair
 from specjax.cli.processes import load_options
 from specjax.cli.run_generate import read_job
+from specjax.cli.stream_programs import StreamPrograms
 from specjax.cli.sweep.run_sweep import read_workload
 from specjax.cli.terminal import Terminal
 from specjax.config import SpeculativeConfig
@@ -180,6 +183,27 @@ def test_a_comparison_with_plain_decoding_changes_no_token(capsys, pair):
         len(plain["token_ids"]) - 1
     )
     assert plain["timings"]["speedup"] is None
+
+
+@pytest.mark.once
+def test_a_compared_text_begins_before_the_warm_up_whose_seconds_are_of_no_step(
+    capsys, pair, monkeypatch
+):
+    warm_up, texts, clock, times = StreamPrograms.warm_up, [], [0.0], []
+
+    def watch(*operands):
+        texts.append(capsys.readouterr().out)
+        warm_up(*operands)
+        clock[0] += 1000
+
+    fake = types.SimpleNamespace(perf_counter=lambda: time.perf_counter() + clock[0])
+    monkeypatch.setattr(generate, "time", fake)
+    monkeypatch.setattr(StreamPrograms, "warm_up", watch)
+    monkeypatch.setattr(Terminal, "print_summary", lambda *operands: times.append(operands[-1]))
+    assert run_generate(pair, "--compare") == 0
+    assert texts[0]
+    assert texts[1].endswith("\n")
+    assert 0 < times[0].seconds + times[0].plain_seconds < 1000
 
 
 @pytest.mark.once

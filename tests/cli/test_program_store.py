@@ -50,7 +50,6 @@ def stream(folder, prompts, drafter=DRAFTER):
     jax.monitoring.register_event_duration_secs_listener(listen)
     try:
         programs = StreamPrograms(MODEL, drafter, *arguments, program_path(folder, "a pair"))
-        programs.warm_up(MODEL, drafter)
         state = programs.read_prompt(MODEL, drafter)
         while not np.all(state.finish):
             state = programs.step(MODEL, drafter, state)
