@@ -6,6 +6,7 @@ configurations, and the shapes and options of a call.
 """
 
 import contextlib
+import functools
 import hashlib
 import os
 import pathlib
@@ -23,17 +24,15 @@ from specjax.decode.compile.saved_programs import (
 )
 from specjax.file_io import replace_file
 
-__all__ = ["Kept", "load_kept", "program_path", "read_programs", "write_programs"]
+__all__ = ["program_path", "read_programs", "write_programs"]
 
 _ROOT = pathlib.Path(__file__).parents[1]
 _DIGEST_BYTES = 32
 _PLAIN = (str, int, float, type(None))
 # Variables that change what XLA compiles; JAX's are among its settings.
 _VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
-
-
 # Programs as bytes, by their names, with the structures of their results.
-Kept: TypeAlias = dict[str, tuple[SavedProgram, jax.tree_util.PyTreeDef]]
+_Kept: TypeAlias = dict[str, tuple[SavedProgram, jax.tree_util.PyTreeDef]]
 
 
 def program_path(folder: pathlib.Path, kind: str) -> pathlib.Path:
@@ -47,22 +46,29 @@ def program_path(folder: pathlib.Path, kind: str) -> pathlib.Path:
     return folder / hashlib.sha256((_describe_tracing() + kind).encode()).hexdigest()
 
 
-def read_programs(path: pathlib.Path) -> Kept:
-    """Returns the programs of a file; none if it is absent, was cut or changed."""
+def read_programs(path: pathlib.Path) -> dict[str, Callable[[], Callable[..., Any] | None]]:
+    """Returns functions that load the programs of a file; none if it is absent, cut or changed.
+
+    Where a program cannot be loaded, its function removes the file and returns None. The next
+    command then compiles all programs and writes them.
+    """
     try:
         data = path.read_bytes()
     except OSError:
         return {}
     digest, data = data[:_DIGEST_BYTES], data[_DIGEST_BYTES:]
-    kept: Kept = pickle.loads(data) if hashlib.sha256(data).digest() == digest else {}
-    return kept
+    kept: _Kept = pickle.loads(data) if hashlib.sha256(data).digest() == digest else {}
+    return {name: functools.partial(_load, path, *program) for name, program in kept.items()}
 
 
-def load_kept(saved: SavedProgram, structure: jax.tree_util.PyTreeDef) -> Callable[..., Any] | None:
-    """Returns a program, a function of its arrays; None if it cannot be loaded."""
+def _load(
+    path: pathlib.Path, saved: SavedProgram, structure: jax.tree_util.PyTreeDef
+) -> Callable[..., Any] | None:
     try:
         return load_program(saved, jax.tree.unflatten(structure, [0] * saved.num_results))
     except jax.errors.JaxRuntimeError:
+        with contextlib.suppress(OSError):
+            path.unlink()
         return None
 
 
@@ -70,7 +76,7 @@ def write_programs(path: pathlib.Path, programs: Mapping[str, Any]) -> None:
     """Writes programs that were compiled here; a folder that cannot be written is left."""
     saved = serialize_programs((), list(programs.values()), may_be_cached=False)
     structures = [jax.tree.structure(program.out_info) for program in programs.values()]
-    kept: Kept = dict(zip(programs, zip(saved, structures, strict=True), strict=True))
+    kept: _Kept = dict(zip(programs, zip(saved, structures, strict=True), strict=True))
     data = pickle.dumps(kept)
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)

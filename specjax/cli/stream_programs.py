@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax.cli.program_store import Kept, load_kept, read_programs, write_programs
+from specjax.cli.program_store import read_programs, write_programs
 from specjax.decode.capacity import explain_out_of_memory
 from specjax.decode.compile.compiler_options import prefill_options, small_program_options
 from specjax.decode.draft_step import draft_budget, run_draft
@@ -115,13 +115,13 @@ class StreamPrograms:
         # Where a state lies on a mesh is known once it is computed.
         if target.placement is not None or jax.config.values["jax_disable_jit"]:
             return
-        kept: Kept = {} if path is None else read_programs(path)
-        self._pending |= {name: functools.partial(load_kept, *kept[name]) for name in kept}
-        if not kept:
+        if path is not None:
+            self._pending |= read_programs(path)
+        # Few cores have enough to do until the first token is there.
+        has_cores = not self._pending and (os.cpu_count() or 1) > 4
+        if not self._pending:
             self._path = path
             self._lower_all(Models(target, drafter))
-        # Few cores have enough to do until the first token is there.
-        has_cores = not kept and (os.cpu_count() or 1) > 4
         self._begin(*_FUNCTIONS if has_cores else ("begin", "chunk", "first"))
 
     def _begin(self, *names: str) -> None:

@@ -74,6 +74,27 @@ def test_what_was_kept_is_not_traced_and_gives_the_same_text(tmp_path):
         assert traced == PARTS
 
 
+@pytest.mark.once
+def test_a_file_with_a_program_that_cannot_be_loaded_is_written_anew(tmp_path, monkeypatch):
+    ids, _ = stream(tmp_path, [[1, 2, 3], [0, 1]])
+    (path,) = tmp_path.iterdir()
+    load, numbers = program_store.load_program, iter(range(100))
+
+    def fail_once(*operands):
+        if next(numbers) == 1:
+            raise jax.errors.JaxRuntimeError("no such instruction")
+        return load(*operands)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(program_store, "load_program", fail_once)
+        again, traced = stream(tmp_path, [[1, 2, 3], [0, 1]])
+    np.testing.assert_array_equal(again, ids)
+    assert len(traced) == 1
+    assert not path.exists()
+    assert stream(tmp_path, [[1, 2, 3], [0, 1]])[1] == PARTS
+    assert path.exists()
+
+
 @pytest.mark.parametrize("change", ["kind", "source", "variable", "setting", "x64"])
 def test_programs_that_would_be_traced_otherwise_have_another_name(tmp_path, change, monkeypatch):
     def path(kind="a pair"):
