@@ -42,14 +42,17 @@ _PAIR_OPTIONS = {
         "ships with specjax",
     ),
     "draft": Option(
-        *(str, "DIR|head|model|ngram|none"),
+        *(str, "DIR|head|model|ngram"),
         "DIR: folder of a draft model with the target's tokenizer, or of a draft head (a small "
         "network on the target's hidden states) trained for it, such as EAGLE-3; head, model: the "
         "draft head and the draft model that ship with specjax, for the default target; ngram: "
-        "prompt lookup, which copies earlier text; none: plain decoding, for `generate` alone. "
-        "Default: head, or ngram if --target is given",
+        "prompt lookup, which copies earlier text. Default: head, or ngram if --target is given",
     ),
 }
+_DRAFT = _PAIR_OPTIONS["draft"]
+_DRAFT_OR_NONE = _DRAFT._replace(
+    letter=f"{_DRAFT.letter}|none", text=f"{_DRAFT.text}. none: plain decoding, without a draft"
+)
 _TEXT_OPTIONS = {
     "max_new_tokens": Option(int, "N", "tokens to generate for a prompt", (1, math.inf), 128),
     "temperature": Option(
@@ -169,7 +172,8 @@ def _make_parser() -> argparse.ArgumentParser:
     group.add_argument(
         "prompt", nargs="?", help="text to continue; without it, or with -, standard input is read"
     )
-    add_options(group, _PROMPT_OPTION | _PAIR_OPTIONS | MESH_OPTIONS | PROCESS_OPTIONS)
+    pair_options = _PAIR_OPTIONS | {"draft": _DRAFT_OR_NONE}
+    add_options(group, _PROMPT_OPTION | pair_options | MESH_OPTIONS | PROCESS_OPTIONS)
     add_options(generate.add_argument_group("a file of prompts"), _BATCH_OPTIONS)
     group = generate.add_argument_group("decoding")
     add_options(group, _TEXT_OPTIONS | SAMPLING_OPTIONS | _OUTPUT_OPTIONS)

@@ -263,7 +263,10 @@ def read_grammar(options: argparse.Namespace, pair: ModelPair) -> Grammar | None
         return None
     data, config = read_file(path, _MAX_BYTES), pair.target_config
     try:
-        schema = json.loads(data.decode())
+        try:
+            schema = json.loads(data.decode())
+        except ValueError as error:  # Of an integer with too many digits, too.
+            raise ValueError(f"--json-schema {path} is not JSON: {error}.") from None
         if not isinstance(schema, dict):
             raise ValueError(f"--json-schema {path} holds no JSON object.")
         if not config.eos_token_ids:
@@ -273,8 +276,6 @@ def read_grammar(options: argparse.Namespace, pair: ModelPair) -> Grammar | None
             )
         vocabulary = token_bytes(pair.tokenizer, config.vocab_size)
         return json_schema_grammar(schema, vocabulary, config.eos_token_ids)
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ValueError(f"--json-schema {path} is not JSON: {error}.") from None
     except RecursionError:
         raise ValueError(
             f"--json-schema {path} is nested too deeply; it needs fewer levels."

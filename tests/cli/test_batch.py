@@ -247,7 +247,7 @@ def test_an_output_whose_line_has_no_number_is_refused(tmp_path, number):
         OutputFile(path)
 
 
-def test_a_schema_that_is_nested_too_deeply_is_refused(tmp_path):
+def test_a_schema_that_is_nested_too_deeply_or_has_too_long_an_integer_is_refused(tmp_path):
     tokenizer, path = byte_tokenizer(), tmp_path / "schema.json"
     pair = types.SimpleNamespace(target_config=TARGET, tokenizer=tokenizer, folder="f")
     deep = '{"type": "array", "items": ' * 300 + '{"const": 1}' + "}" * 300
@@ -255,6 +255,9 @@ def test_a_schema_that_is_nested_too_deeply_is_refused(tmp_path):
         path.write_text(text)
         with pytest.raises(ValueError, match=r"nested .*; it needs fewer levels"):
             read_grammar(argparse.Namespace(json_schema=str(path)), pair)
+    path.write_text('{"const": 1' + "0" * 5000 + "}")
+    with pytest.raises(ValueError, match=r"^--json-schema .*schema.json is not JSON: Exceeds"):
+        read_grammar(argparse.Namespace(json_schema=str(path)), pair)
 
 
 def test_an_output_that_cannot_be_written_is_refused_by_its_path_before_weights_are_read(

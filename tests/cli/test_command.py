@@ -972,6 +972,10 @@ def test_version_and_help_are_printed(capsys):
         with pytest.raises(SystemExit, match="0"):
             main([option])
         assert capsys.readouterr().out.startswith(words)
+    for command, draft in [("generate", "|ngram|none]"), ("sweep", "|ngram]")]:
+        with pytest.raises(SystemExit, match="0"):
+            main([command, "--help"])
+        assert draft in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
