@@ -220,9 +220,9 @@ def _add_sweep(commands: Any) -> None:
 
 def parse_sampling_options(options: argparse.Namespace) -> SamplingParams | None:
     """Returns the sampling options, or None without any."""
-    given = {name: getattr(options, name) for name in SAMPLING_OPTIONS}
-    given = {name: value for name, value in given.items() if value is not None}
-    return SamplingParams(**given) if given else None
+    values = {name: getattr(options, name) for name in SAMPLING_OPTIONS}
+    values = {name: value for name, value in values.items() if value is not None}
+    return SamplingParams(**values) if values else None
 
 
 def parse_options(argv: list[str] | None) -> tuple[argparse.Namespace, SpeculativeConfig]:
@@ -250,23 +250,23 @@ def parse_options(argv: list[str] | None) -> tuple[argparse.Namespace, Speculati
     check_limits(options, SAMPLING_OPTIONS | _OUTPUT_OPTIONS)
     options.stop = check_stop(options.stop, "--stop")
     if options.quiet and not options.json and (options.compare or options.logprobs is not None):
-        asked = "--compare" if options.compare else "--logprobs"
-        raise ValueError(f"--quiet prints the text alone, and {asked} asks for more; give one.")
+        option = "--compare" if options.compare else "--logprobs"
+        raise ValueError(f"--quiet prints the text alone, and {option} asks for more; give one.")
     check_process_options(options)
     _check_batch_options(options)
-    drafting = ("num_speculative_tokens", "step_costs", "usual_acceptance_rate", "rule")
+    names = ("num_speculative_tokens", "step_costs", "usual_acceptance_rate", "rule")
     methods = {"rejection_sample_method": "synthetic", "draft_sample_method": "greedy"}
-    given = _list_given(options, *drafting)
-    given += [f"{option_name(x)} {y}" for x, y in methods.items() if getattr(options, x) == y]
-    if options.draft == "none" and given:
-        raise ValueError(f"--draft is none, so nothing is drafted; {given[0]} needs a draft.")
+    drafting = _list_options(options, *names)
+    drafting += [f"{option_name(x)} {y}" for x, y in methods.items() if getattr(options, x) == y]
+    if options.draft == "none" and drafting:
+        raise ValueError(f"--draft is none, so nothing is drafted; {drafting[0]} needs a draft.")
     if options.prompt is not None and options.prompt_file is not None:
         raise ValueError("a prompt and --prompt-file are given; give one of them.")
     return options, make_config(options)
 
 
-def _list_given(options: argparse.Namespace, *names: str) -> list[str]:
-    """Returns which of some options are given."""
+def _list_options(options: argparse.Namespace, *names: str) -> list[str]:
+    """Returns the options of these names that are given."""
     values = {name: getattr(options, name) for name in names}
     return [option_name(name) for name, x in values.items() if x is not None and x is not False]
 
@@ -274,17 +274,17 @@ def _list_given(options: argparse.Namespace, *names: str) -> list[str]:
 def _check_batch_options(options: argparse.Namespace) -> None:
     """Raises `ValueError` for options that do not fit together."""
     if (options.input is None) != (options.output is None):
-        given, missing = ("input", "output") if options.output is None else ("output", "input")
-        raise ValueError(f"--{given} is given without --{missing}; a file of prompts needs both.")
+        option, partner = ("input", "output") if options.output is None else ("output", "input")
+        raise ValueError(f"--{option} is given without --{partner}; a file of prompts needs both.")
     if options.input is None:
-        alone = _list_given(options, "num_slots", "skip_malformed", "usual_acceptance_rate")
-        if alone:
-            raise ValueError(f"{alone[0]} is given without --input, a file of prompts.")
+        names = _list_options(options, "num_slots", "skip_malformed", "usual_acceptance_rate")
+        if names:
+            raise ValueError(f"{names[0]} is given without --input, a file of prompts.")
         return
-    others = ["a prompt"] if options.prompt else []
-    others += _list_given(options, "prompt_file", "compare", "json")
-    if others:
-        raise ValueError(f"--input is given and {others[0]}; give one of them.")
+    inputs = ["a prompt"] if options.prompt else []
+    inputs += _list_options(options, "prompt_file", "compare", "json")
+    if inputs:
+        raise ValueError(f"--input is given and {inputs[0]}; give one of them.")
     options.num_slots = 16 if options.num_slots is None else options.num_slots
     check_limits(options, _BATCH_OPTIONS)
 

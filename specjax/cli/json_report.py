@@ -82,8 +82,8 @@ def list_logprobs(tokenizer: Any, token_ids: list[int], top: TopLogprobs) -> lis
 
     Returns:
       N dicts: `token_id`, `token` (text), `logprob` (None for -inf), `rank` (1 for the most
-      probable token) and `top`, the most probable tokens in descending order, each with
-      `token_id`, `token` and `logprob`.
+      probable token) and `top`. `top` lists the most probable tokens in descending order, each
+      with `token_id`, `token` and `logprob`.
     """
 
     def describe(token_id: int, logprob: float) -> dict[str, Any]:
@@ -95,8 +95,8 @@ def list_logprobs(tokenizer: Any, token_ids: list[int], top: TopLogprobs) -> lis
     descriptions = []
     for index, token_id in enumerate(token_ids):
         pairs = zip(ids[index], logprobs[index], strict=True)
-        others = [describe(other_id, logprob) for other_id, logprob in pairs if other_id >= 0]
+        top_tokens = [describe(other_id, logprob) for other_id, logprob in pairs if other_id >= 0]
         descriptions.append(
-            {**describe(token_id, token_logprobs[index]), "rank": ranks[index], "top": others}
+            {**describe(token_id, token_logprobs[index]), "rank": ranks[index], "top": top_tokens}
         )
     return descriptions

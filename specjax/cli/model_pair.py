@@ -134,10 +134,10 @@ def with_trained_k(
         return config
     names, k = ("step_costs", "usual_acceptance_rate"), pair.draft.num_speculative_tokens
     if config.adaptive_k:
-        own = {name: getattr(pair.draft, name) for name in names if getattr(options, name) is None}
-        config = dataclasses.replace(config, **{x: y for x, y in own.items() if y is not None})
-    asked = [getattr(options, name) for name in ("num_speculative_tokens", *names)]
-    if k is None or asked != [None] * 3 or options.rejection_sample_method == "synthetic":
+        values = {x: getattr(pair.draft, x) for x in names if getattr(options, x) is None}
+        config = dataclasses.replace(config, **{x: y for x, y in values.items() if y is not None})
+    option_values = [getattr(options, name) for name in ("num_speculative_tokens", *names)]
+    if k is None or option_values != [None] * 3 or options.rejection_sample_method == "synthetic":
         check_k(pair, config.num_speculative_tokens, "--num-speculative-tokens")
         return config
     return dataclasses.replace(

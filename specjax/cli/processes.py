@@ -54,8 +54,8 @@ JOIN_SECONDS = 300
 # In place of a SHA-256.
 _NO_DIGEST = np.zeros(8, np.uint32)
 # Options that may differ between processes. The contents of files that they name are compared.
-_OWN_FILES = {"target", "draft", "prompt", "prompt_file", "json_schema"}
-_OWN_OPTIONS = _OWN_FILES | {"coordinator", "process", "json", "quiet"}
+_LOCAL_OPTIONS = {"target", "draft", "prompt", "prompt_file", "json_schema"}
+_LOCAL_OPTIONS |= {"coordinator", "process", "json", "quiet"}
 
 # Flags that run a step's sums by NCCL within one CUDA graph, instead of XLA's own kernels between
 # graphs. A plain step of an 8B target over two H200s then takes 3.10 ms instead of 3.41.
@@ -125,24 +125,24 @@ def load_options(options: argparse.Namespace) -> tuple[dict[str, Any], dict[str,
             f"--mesh is {options.mesh}; the {num_processes} processes have {len(devices)} devices, "
             "and all of them take part. On GPUs, CUDA_VISIBLE_DEVICES says which a process has."
         )
-    given = {"mesh": jax.make_mesh((options.mesh,), ("model",), devices=devices[: options.mesh])}
-    return given, given | {"replicate": options.replicate_draft}
+    target = {"mesh": jax.make_mesh((options.mesh,), ("model",), devices=devices[: options.mesh])}
+    return target, target | {"replicate": options.replicate_draft}
 
 
 def _put_sums_in_graphs() -> None:
     """Sets flags of XLA, which it reads when JAX's first backend starts; keeps flags set before."""
     if jax.__version_info__[:2] > _LAST_JAX:
         return
-    given = os.environ.get("XLA_FLAGS", "")
-    more = [f"--{name}={value}" for name, value in _SUMS_IN_GRAPHS.items() if name not in given]
-    os.environ["XLA_FLAGS"] = " ".join(filter(None, [given, *more]))
+    flags = os.environ.get("XLA_FLAGS", "")
+    more = [f"--{name}={value}" for name, value in _SUMS_IN_GRAPHS.items() if name not in flags]
+    os.environ["XLA_FLAGS"] = " ".join(filter(None, [flags, *more]))
 
 
 def check_process_options(options: argparse.Namespace) -> None:
     """Refuses one option without the other or a mesh, and options that need one process."""
     if (options.process is None) != (options.coordinator is None):
-        given, missing = ("process", "coordinator")[:: 1 if options.process else -1]
-        raise ValueError(f"--{given} is given without --{missing}; several processes need both.")
+        option, partner = ("process", "coordinator")[:: 1 if options.process else -1]
+        raise ValueError(f"--{option} is given without --{partner}; several processes need both.")
     if options.process is None:
         return
     port = re.fullmatch(r".+:(\d+)", options.coordinator)
@@ -185,13 +185,13 @@ def join_processes(
         return
     if index == 0:
         _check_port(options.coordinator)
-    late = ValueError(
+    timeout_error = ValueError(
         f"the {count} processes were not all at {options.coordinator} in {JOIN_SECONDS} s; each "
         "needs the same --coordinator, on which process 0 listens, and a number of its own; or one "
         "of them has ended, and has said why."
     )
     # At its own timeout JAX would crash.
-    timer = threading.Timer(JOIN_SECONDS, end_with_error, (late, 2))
+    timer = threading.Timer(JOIN_SECONDS, end_with_error, (timeout_error, 2))
     timer.daemon = True
     timer.start()
     try:
@@ -259,13 +259,13 @@ def check_same_inputs(options: argparse.Namespace, job: Mapping[str, Any]) -> No
     if options.process is None:
         return
     digests = _gather(np.frombuffer(_digest(options, job), np.uint32))
-    refused = _name_processes((digests == _NO_DIGEST).all(axis=-1))
-    if refused:
-        raise ValueError(f"{refused} refused what was given there, and said why.")
-    others = _name_processes((digests != digests[0]).any(axis=-1))
-    if others:
+    names = _name_processes((digests == _NO_DIGEST).all(axis=-1))
+    if names:
+        raise ValueError(f"{names} refused what was given there, and said why.")
+    names = _name_processes((digests != digests[0]).any(axis=-1))
+    if names:
         raise ValueError(
-            f"{others} and process 0 were given different prompts, options, models, tokenizers or "
+            f"{names} and process 0 were given different prompts, options, models, tokenizers or "
             "versions of JAX; every process needs the same."
         )
 
@@ -307,11 +307,11 @@ def _closed_output() -> Iterator[None]:
 
 def _digest(options: argparse.Namespace, job: Mapping[str, Any]) -> bytes:
     """Returns the SHA-256 of everything that decides a process's results, except weights."""
-    given = {name: x for name, x in sorted(vars(options).items()) if name not in _OWN_OPTIONS}
+    values = {name: x for name, x in sorted(vars(options).items()) if name not in _LOCAL_OPTIONS}
     config = job["config"].num_speculative_tokens, job["config"].step_costs
-    said = (given, config, job["prompt_ids"], job["models"], jax.__version__)
+    inputs = (values, config, job["prompt_ids"], job["models"], jax.__version__)
     # The tokenizer decides where a text has a stop string, after which a process takes no step.
-    digest = hashlib.sha256(repr(said).encode() + job["tokenizer"].to_str().encode())
+    digest = hashlib.sha256(repr(inputs).encode() + job["tokenizer"].to_str().encode())
     for leaf in map(np.asarray, jax.tree.leaves(job["sampling"])):
         digest.update(f"{leaf.dtype}{leaf.shape}".encode() + leaf.tobytes())
     return digest.digest()

@@ -85,7 +85,7 @@ def write_programs(path: pathlib.Path, programs: Mapping[str, Any]) -> None:
 
 
 def _describe_tracing() -> str:
-    """Returns what programs of any kind are traced and compiled by."""
+    """Returns the key of all that programs of any kind are traced and compiled from."""
     source = hashlib.sha256()
     for path in sorted(_ROOT.rglob("*.py")):
         source.update(str(path.relative_to(_ROOT)).encode() + path.read_bytes())

@@ -93,7 +93,7 @@ class OutputFile(contextlib.AbstractContextManager["OutputFile"]):
             reader.seek(0)
             data = read_stream(reader, str(self._path), _MAX_BYTES)
         self._num_read, self._size = len(data), data.rfind(b"\n") + 1
-        lines, rest = data[: self._size].splitlines(), data[self._size :]
+        lines, last_bytes = data[: self._size].splitlines(), data[self._size :]
         for number, line in enumerate(lines, start=1):
             try:
                 fields = json.loads(line)
@@ -102,7 +102,7 @@ class OutputFile(contextlib.AbstractContextManager["OutputFile"]):
                     self.date = datetime.datetime.fromisoformat(fields["date"])
             except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
                 raise ValueError(_foreign_line(self._path, number)) from None
-        if rest[: len(_BEGINNING)] != _BEGINNING[: len(rest)]:
+        if last_bytes[: len(_BEGINNING)] != _BEGINNING[: len(last_bytes)]:
             raise ValueError(_foreign_line(self._path, len(lines) + 1))
 
     def prepare(self) -> None:

@@ -91,20 +91,20 @@ def _read_line(
 
 
 def _read_prompt(fields: JsonObject, encode: Callable[[str | list[Any]], list[int]]) -> list[int]:
-    given = [name for name in _PROMPTS if name in fields]
-    if len(given) != 1:
-        has = " and ".join(given) or "no prompt"
+    names = [name for name in _PROMPTS if name in fields]
+    if len(names) != 1:
+        has = " and ".join(names) or "no prompt"
         raise ValueError(f"it has {has}; it needs one of {', '.join(_PROMPTS)}.")
-    value = fields[given[0]]
-    if given[0] == "prompt_token_ids":
+    value = fields[names[0]]
+    if names[0] == "prompt_token_ids":
         if not isinstance(value, list) or not all(type(token) is int for token in value):
             raise ValueError("prompt_token_ids is no list of integers.")
         if any(abs(token) >= 2**31 for token in value):
             raise ValueError("prompt_token_ids holds an integer beyond 32 bits.")
         return value
-    if given[0] == "prompt" and not (isinstance(value, str) and value):
+    if names[0] == "prompt" and not (isinstance(value, str) and value):
         raise ValueError(f"prompt is {quote(value)}; it needs a string that is not empty.")
-    if given[0] == "messages" and not isinstance(value, list):
+    if names[0] == "messages" and not isinstance(value, list):
         raise ValueError("messages is no list.")
     return encode(value)
 

@@ -167,14 +167,14 @@ def run_batch(job: BatchJob, terminal: Any) -> None:
     if not job.lines:
         terminal.print_note(f"{job.options.input} has no line to decode.")
         return
-    left = [line for line in job.lines if line.number not in job.output.done]
-    if not left:
+    lines = [line for line in job.lines if line.number not in job.output.done]
+    if not lines:
         terminal.print_note(f"{job.options.output} has every line already.")
         return
     with terminal.spinner("compiling"):
         engine = _make_engine(job)
-    with terminal.progress_bar(len(left)) as advance:
-        _decode(job, engine, deque(left), advance, terminal)
+    with terminal.progress_bar(len(lines)) as advance:
+        _decode(job, engine, deque(lines), advance, terminal)
 
 
 def _hash(
@@ -187,13 +187,13 @@ def _hash(
     """Returns a hash of all inputs of a request's tokens, except weights and shapes."""
     names = ("max_new_tokens", "temperature", "seed", "logprobs", *SAMPLING_OPTIONS)
     common = {name: getattr(options, name) for name in names}
-    own = [line.number, line.token_ids, _stop(options, line), line.values]
+    line_inputs = [line.number, line.token_ids, _stop(options, line), line.values]
     # A rule's functions have no name that outlives a process; the option does.
-    what = [describe_configs(pair), _changed_fields(config), options.rule, common, own]
+    inputs = [describe_configs(pair), _changed_fields(config), options.rule, common, line_inputs]
     if grammar is not None:
         tables = b"".join(np.asarray(table).tobytes() for table in grammar)
-        what.append(hashlib.sha256(tables).hexdigest())
-    return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:16]
+        inputs.append(hashlib.sha256(tables).hexdigest())
+    return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _changed_fields(config: SpeculativeConfig) -> dict[str, str]:
@@ -221,11 +221,11 @@ def _value(job: BatchJob, line: PromptLine, name: str) -> Any:
 
 def _make_engine(job: BatchJob) -> Engine:
     """Returns an engine with the fields that any line sets, and room for the longest text."""
-    given = {name: getattr(job.options, name) for name in SAMPLING_OPTIONS}
-    used = {name for name, value in given.items() if value is not None}
-    used |= {name for line in job.lines for name in line.values if name in given}
+    values = {name: getattr(job.options, name) for name in SAMPLING_OPTIONS}
+    used = {name for name, value in values.items() if value is not None}
+    used |= {name for line in job.lines for name in line.values if name in values}
     off = {"top_p": 1.0, "repetition_penalty": 1.0}
-    defaults = {x: off.get(x, 0) if given[x] is None else given[x] for x in used}
+    defaults = {x: off.get(x, 0) if values[x] is None else values[x] for x in used}
     most = job.pair.target_config.max_position_embeddings
     lengths = [len(line.token_ids) + _value(job, line, "max_new_tokens") for line in job.lines]
     longest = max((length for length in lengths if length <= most), default=_LENGTH_STEP)
@@ -264,7 +264,7 @@ def _submit(job: BatchJob, engine: Engine, line: PromptLine) -> Request:
 def _decode(
     job: BatchJob,
     engine: Engine,
-    left: deque[PromptLine],
+    lines: deque[PromptLine],
     advance: Any,
     terminal: Any,
 ) -> None:
@@ -278,9 +278,9 @@ def _decode(
         return f"{rate:.0f} tokens/s{per_step}"
 
     advance(describe())
-    while left or running:
-        while left and len(running) < _ROUNDS_AHEAD * engine.num_slots:
-            line = left.popleft()
+    while lines or running:
+        while lines and len(running) < _ROUNDS_AHEAD * engine.num_slots:
+            line = lines.popleft()
             running[line.number] = line, _submit(job, engine, line)
         engine.step()
         for line, request in [pair for pair in running.values() if pair[1].finish_reason]:

@@ -158,9 +158,9 @@ def byte_automaton(pattern: Pattern, max_states: int = 65536) -> ByteAutomaton:
     numbers, waiting, rows, num_parts = {first: 0}, [first], [], 0
     for subset in waiting:
         row = np.full(256, -1, np.int32)
-        left = [x for x in subset if x]
-        for values, members in _split_bytes(tuple(edges.values[x] for x in left)):
-            after = edges.closure([edges.after[left[i]][0] for i in members])
+        states = [x for x in subset if x]
+        for values, members in _split_bytes(tuple(edges.values[x] for x in states)):
+            after = edges.closure([edges.after[states[i]][0] for i in members])
             if after not in numbers:
                 numbers[after] = len(waiting)
                 waiting.append(after)

@@ -169,10 +169,10 @@ class _Schemas:
             )
         if key in self._inside:
             raise ValueError(f"$ref is {quote(key)} inside itself; no finite automaton holds that.")
-        others = sorted(set(schema) - {"$ref"})
-        if others:
+        siblings = sorted(set(schema) - {"$ref"})
+        if siblings:
             raise ValueError(
-                f"$ref {quote(key)} has {quote(others)} next to it; it needs to stand alone."
+                f"$ref {quote(key)} has {quote(siblings)} next to it; it needs to stand alone."
             )
         self._inside.append(key)
         pattern = self.read(self._definitions[key], name)
@@ -184,7 +184,7 @@ class _Schemas:
         kinds = _kinds(schema, name)
         for key in ("const", "enum", "anyOf"):
             if key in schema:
-                _refuse_others(schema, (key, "type") if key != "anyOf" else (key,), name)
+                _refuse_unknown_keywords(schema, (key, "type") if key != "anyOf" else (key,), name)
                 return self._one_of(key, schema[key], kinds, name)
         if not kinds:
             raise ValueError(
@@ -194,7 +194,7 @@ class _Schemas:
         known = [key for kind in kinds for key in _KEYWORDS[kind]]
         if "number" in kinds:  # a bound would apply to the number, too
             known = [key for key in known if key not in _KEYWORDS["integer"]]
-        _refuse_others(schema, ("type", *known), name)
+        _refuse_unknown_keywords(schema, ("type", *known), name)
         patterns = _PATTERNS | {"object": self._object, "array": self._array}
         return bp.Choice(tuple(patterns[kind](schema, name) for kind in kinds))
 
@@ -219,11 +219,11 @@ class _Schemas:
                 "JSON."
             ) from None
 
-    def _object(self, given: Mapping[str, Any], name: str) -> Pattern:
-        properties, required = given.get("properties", {}), given.get("required", [])
+    def _object(self, schema: Mapping[str, Any], name: str) -> Pattern:
+        properties, required = schema.get("properties", {}), schema.get("required", [])
         if not isinstance(required, list) or not all(isinstance(key, str) for key in required):
             raise ValueError(f"{name} has required {quote(required)}; it needs a list of names.")
-        if given.get("additionalProperties", False) is not False:
+        if schema.get("additionalProperties", False) is not False:
             raise ValueError(
                 f"{name} has additionalProperties; only the listed ones are generated."
             )
@@ -239,19 +239,19 @@ class _Schemas:
         listed = bp.Members(members, tuple(key in required for key in properties), literal(b","))
         return bp.Sequence((literal(b"{"), listed, literal(b"}")))
 
-    def _array(self, given: Mapping[str, Any], name: str) -> Pattern:
-        if "items" not in given:
+    def _array(self, schema: Mapping[str, Any], name: str) -> Pattern:
+        if "items" not in schema:
             raise ValueError(f"{name} is an array without items; it needs the schema of its items.")
-        item = self.read(given["items"], f"{name}.items")
-        least, most = _bounds(given, "minItems", "maxItems", name)
+        item = self.read(schema["items"], f"{name}.items")
+        least, most = _bounds(schema, "minItems", "maxItems", name)
         if most == 0:
             return literal(b"[]")
-        rest = bp.Repeat(
+        more_items = bp.Repeat(
             bp.Sequence((literal(b","), item)),
             max(least - 1, 0),
             None if most is None else most - 1,
         )
-        items: Pattern = bp.Sequence((item, rest))
+        items: Pattern = bp.Sequence((item, more_items))
         return bp.Sequence((literal(b"["), items if least else optional(items), literal(b"]")))
 
 
@@ -263,11 +263,11 @@ def _listed(value: Any) -> list[Any]:
     return list(value) if isinstance(value, list | Mapping) else []
 
 
-def _kinds(given: Mapping[str, Any], name: str) -> list[str]:
+def _kinds(schema: Mapping[str, Any], name: str) -> list[str]:
     """Returns the types of a schema, none if it names none."""
-    if "type" not in given:
+    if "type" not in schema:
         return []
-    kinds = given["type"] if isinstance(given["type"], list) else [given["type"]]
+    kinds = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
     unknown = [kind for kind in kinds if kind not in list(_KEYWORDS)]
     if unknown or not kinds:
         raise ValueError(
@@ -276,8 +276,8 @@ def _kinds(given: Mapping[str, Any], name: str) -> list[str]:
     return kinds
 
 
-def _refuse_others(given: Mapping[str, Any], known: Iterable[str], name: str) -> None:
-    unknown = sorted(set(given) - set(known))
+def _refuse_unknown_keywords(schema: Mapping[str, Any], known: Iterable[str], name: str) -> None:
+    unknown = sorted(set(schema) - set(known))
     if unknown:
         raise ValueError(
             f"{name} has {quote(unknown)}, which is not read here; these keywords are: "
@@ -299,9 +299,9 @@ def _value(value: Any) -> Pattern:
     return literal(text.encode())
 
 
-def _bounds(given: Mapping[str, Any], least: str, most: str, name: str) -> tuple[int, int | None]:
+def _bounds(schema: Mapping[str, Any], least: str, most: str, name: str) -> tuple[int, int | None]:
     """Returns the bounds of a length; 0 and None without them."""
-    low, high = given.get(least, 0), given.get(most)
+    low, high = schema.get(least, 0), schema.get(most)
     for key, bound in ((least, low), (most, high)):
         if bound is not None and (type(bound) is not int or bound < 0):
             raise ValueError(f"{name} has {key} {quote(bound)}; it needs an integer >= 0.")
@@ -312,8 +312,8 @@ def _bounds(given: Mapping[str, Any], least: str, most: str, name: str) -> tuple
     return low, high
 
 
-def _string(given: Mapping[str, Any], name: str) -> Pattern:
-    least, most = _bounds(given, "minLength", "maxLength", name)
+def _string(schema: Mapping[str, Any], name: str) -> Pattern:
+    least, most = _bounds(schema, "minLength", "maxLength", name)
     return bp.Sequence((literal(b'"'), bp.Repeat(_CHARACTER, least, most), literal(b'"')))
 
 
@@ -347,8 +347,8 @@ def _character() -> Pattern:
 _CHARACTER = _character()
 
 
-def _integer(given: Mapping[str, Any], name: str) -> Pattern:
-    low, high = given.get("minimum"), given.get("maximum")
+def _integer(schema: Mapping[str, Any], name: str) -> Pattern:
+    low, high = schema.get("minimum"), schema.get("maximum")
     for key, bound in (("minimum", low), ("maximum", high)):
         if bound is not None and (type(bound) is not int or abs(bound) >= 10**_MAX_DIGITS):
             raise ValueError(
@@ -415,9 +415,9 @@ def _compared(digits: str, *, above: bool, num_same: int = 0) -> Pattern:
 
 def _beginning(digits: str, num_same: int, ends: tuple[int, int]) -> Pattern:
     """Returns a pattern: the first `num_same` of `digits`, a digit in `ends`, then any digits."""
-    rest = len(digits) - num_same - 1
+    num_digits = len(digits) - num_same - 1
     before = literal(digits[:num_same].encode())
-    return bp.Sequence((before, byte_range(ends), bp.Repeat(_DIGIT, rest, rest)))
+    return bp.Sequence((before, byte_range(ends), bp.Repeat(_DIGIT, num_digits, num_digits)))
 
 
 _DIGITS = bp.Sequence(
@@ -428,7 +428,7 @@ _DIGITS = bp.Sequence(
 )
 
 
-def _number(given: Mapping[str, Any], name: str) -> Pattern:
+def _number(schema: Mapping[str, Any], name: str) -> Pattern:
     fraction = bp.Sequence((literal(b"."), bp.Repeat(_DIGIT, 1)))
     sign = optional(byte_range((0x2B, 0x2B), (0x2D, 0x2D)))
     exponent = bp.Sequence((byte_range((0x45, 0x45), (0x65, 0x65)), sign, bp.Repeat(_DIGIT, 1)))
@@ -439,6 +439,6 @@ _PATTERNS: dict[str, Callable[[Mapping[str, Any], str], Pattern]] = {
     "string": _string,
     "integer": _integer,
     "number": _number,
-    "boolean": lambda given, name: bp.Choice((literal(b"true"), literal(b"false"))),
-    "null": lambda given, name: literal(b"null"),
+    "boolean": lambda schema, name: bp.Choice((literal(b"true"), literal(b"false"))),
+    "null": lambda schema, name: literal(b"null"),
 }

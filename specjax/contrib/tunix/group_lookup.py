@@ -92,7 +92,7 @@ def _look_up(
     """Returns the tokens i32[k] after a match of the last tokens, and the number of drafts."""
     size, width = token_ids.shape
     index = jnp.arange(width, dtype=jnp.int32)[None]
-    own = jnp.arange(size, dtype=jnp.int32)[:, None] == request
+    is_request = jnp.arange(size, dtype=jnp.int32)[:, None] == request
     text, length = token_ids[request], lengths[request]
     start, count = jnp.int32(0), jnp.int32(0)
     for n in range(min_ngram, max_ngram + 1):
@@ -101,7 +101,7 @@ def _look_up(
             suffix_token = text[jnp.maximum(length - n + t, 0)]
             matches &= jnp.take(token_ids, index[0] + t, axis=1, mode="clip") == suffix_token
         num_after = jnp.minimum(lengths[:, None] - index - n, k)
-        score = (num_after * 2 + own.astype(jnp.int32)) * width + index
+        score = (num_after * 2 + is_request.astype(jnp.int32)) * width + index
         score = jnp.where(matches, score, -1).reshape(-1)
         best = jnp.argmax(score).astype(jnp.int32)
         is_found = score[best] >= 0

@@ -89,7 +89,7 @@ class Graph:
 
     def build_from_params(self, params: Mapping[str, Any]) -> Any:
         """Returns the transformer with the arrays of `Model.params`."""
-        arrays = {_EMBEDDING: params["embedding"], **params["others"]}
+        arrays = {_EMBEDDING: params["embedding"], **params["other_arrays"]}
         for layer in params["layers"]:
             arrays |= layer
         return self.build(arrays)
@@ -143,14 +143,14 @@ def make_model(graph: Graph, arrays: Mapping[str, jax.Array]) -> Model:
     """
     init_cache, apply, logits, apply_with_taps = _model_functions(graph)
     layers: list[dict[str, Any]] = [{} for _ in range(graph.num_layers)]
-    others = {}
+    other_arrays = {}
     for name, array in arrays.items():
-        kind, *rest = name.split(".")
+        kind, *path = name.split(".")
         if kind == "layers":
-            layers[int(rest[0])][name] = array
+            layers[int(path[0])][name] = array
         elif name != _EMBEDDING:
-            others[name] = array
-    params = {"embedding": arrays[_EMBEDDING], "layers": layers, "others": others}
+            other_arrays[name] = array
+    params = {"embedding": arrays[_EMBEDDING], "layers": layers, "other_arrays": other_arrays}
     return Model(params, init_cache, apply, logits, apply_with_taps=apply_with_taps)
 
 

@@ -118,9 +118,9 @@ class SpecRollout(_BaseRollout):
           **options: ignored.
 
         Returns:
-          `tokens` without the token that ended a text, `left_padded_prompt_tokens`, `text`, and
-          `logprobs` of the distribution that each token was sampled from, after temperature, top-k
-          and top-p. `logits` is empty.
+          `tokens` without the token that ended a text, `left_padded_prompt_tokens`, `text` and
+          `logprobs`. These are of the distribution that each token was sampled from, after
+          temperature, top-k and top-p. `logits` is empty.
 
         Raises:
           ValueError: if a row of the policy's logits is NaN or +inf, and for what
@@ -196,13 +196,13 @@ class SpecRollout(_BaseRollout):
           ValueError: for a parameter that the policy does not have.
         """
         arrays = self._arrays()
-        given = name_arrays(params)
-        unknown = sorted(given.keys() - arrays.keys())
+        new_arrays = name_arrays(params)
+        unknown = sorted(new_arrays.keys() - arrays.keys())
         if unknown:
             raise ValueError(f"params has {unknown[0]}, which the policy does not have.")
-        if all(array is arrays[name] for name, array in given.items()):
+        if all(array is arrays[name] for name, array in new_arrays.items()):
             return
-        cast = {name: array.astype(arrays[name].dtype) for name, array in given.items()}
+        cast = {name: array.astype(arrays[name].dtype) for name, array in new_arrays.items()}
         self._actor = self._graph.build(arrays | self._put(cast))
 
     def pad_id(self) -> int:

@@ -18,7 +18,7 @@ MUTATIONS = (
     ),
     Mutation(
         "specjax.contrib.tunix.group_lookup._look_up",
-        "(num_after * 2 + own.astype(jnp.int32)) * width + index",
+        "(num_after * 2 + is_request.astype(jnp.int32)) * width + index",
         "num_after * width + index",
         group_lookup(_LONGEST),
         "a later occurrence in another text goes before the request's own",

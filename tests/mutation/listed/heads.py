@@ -188,7 +188,7 @@ MUTATIONS = (
     ),
     Mutation(
         "specjax.cli.model_pair.with_trained_k",
-        " if getattr(options, name) is None",
+        " if getattr(options, x) is None",
         "",
         draft_folders(
             "test_auto_goes_by_the_step_costs_next_to_a_head_unless_an_option_gives_some"
