@@ -138,10 +138,8 @@ class Terminal:
         self._stdout.print(Text(_heading(job), "dim"))
         if _supports_style(sys.stdout):
             origins = _ORIGIN_STYLES if job.drafter is not None else (_PROMPT, Origin.BONUS)
-            legend = [
-                Text("■ " + _ORIGIN_STYLES[origin][0], _ORIGIN_STYLES[origin][1])
-                for origin in origins
-            ]
+            styles = [_ORIGIN_STYLES[origin] for origin in origins]
+            legend = [Text("■ " + name, style) for name, style in styles]
             self._stdout.print(Text("  ").join(legend))
         self._stdout.print()
         self.print_text(job.text, _PROMPT)
@@ -230,6 +228,7 @@ def _heading(job: GenerateJob) -> str:
 def _summary_rows(
     job: GenerateJob, result: GenerateResult, timings: Timings, blocks: str
 ) -> list[tuple[str, Text]]:
+    tokens = f"{len(result.token_ids)} after a prompt of {len(job.prompt_ids)}"
     reason = result.finish.replace("_", " ")
     mode = "with drafts" if job.drafter is not None else "plain decoding"
     if timings.tokens_per_second is None:
@@ -243,13 +242,7 @@ def _summary_rows(
         speed.append_text(Text.assemble(": ", (f"{timings.speedup:.2f} times as fast", colour)))
     method = "steps after the first token, one program per step"
     rows = [
-        (
-            "tokens",
-            Text(
-                f"{len(result.token_ids)} after a prompt of {len(job.prompt_ids)}, "
-                f"ended by {reason}"
-            ),
-        ),
+        ("tokens", Text(f"{tokens}, ended by {reason}")),
         ("speed", speed),
         ("", Text(method, "dim")),
         ("compilation", Text(f"{timings.compile_seconds:.1f} s, not included above")),

@@ -262,11 +262,7 @@ def _submit(job: BatchJob, engine: Engine, line: PromptLine) -> Request:
 
 
 def _decode(
-    job: BatchJob,
-    engine: Engine,
-    lines: deque[PromptLine],
-    advance: Any,
-    terminal: Any,
+    job: BatchJob, engine: Engine, lines: deque[PromptLine], advance: Any, terminal: Any
 ) -> None:
     running: dict[int, tuple[PromptLine, Request]] = {}
     num_requests = num_tokens = num_emitted = num_steps = 0

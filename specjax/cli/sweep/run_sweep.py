@@ -20,13 +20,7 @@ from specjax.cli.sweep.measure import (
     measure_step_costs,
     measure_steps,
 )
-from specjax.cli.sweep.report import (
-    conclusion,
-    conditions,
-    report_tables,
-    to_json,
-    write_plot,
-)
+from specjax.cli.sweep.report import conclusion, conditions, report_tables, to_json, write_plot
 from specjax.decode.compile.saved_programs import installed_version
 from specjax.file_io import JsonObject
 
