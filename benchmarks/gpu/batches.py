@@ -1,17 +1,21 @@
-"""Times full batches on an NVIDIA GPU: steps with and without drafts, and prompts of 1024 tokens.
+"""Times full batches on an NVIDIA GPU: steps, prompts of 1024 tokens, a queue of mixed requests.
 
+python -m benchmarks.gpu.batches --out benchmarks/results/h100_batches.json
 python -m benchmarks.gpu.batches --out benchmarks/results/h100_batches.json --vllm vllm.jsonl
+
+The second puts lines of JSON of vLLM's whole engine next to the first's records.
 """
 
 import argparse
 import json
 import pathlib
+import random
 import shlex
 import statistics
 import sys
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,9 +26,99 @@ from benchmarks.gpu.heads import Setup, eagle3
 from benchmarks.gpu.verify import environment, save
 
 K, LENGTH = 3, 3.0
+CONFIG = specjax.SpeculativeConfig(
+    num_speculative_tokens=K,
+    rejection_sample_method="synthetic",
+    synthetic_acceptance_length=LENGTH,
+)
 # From here on two caches of the default length, which is a power of two, do not fit next to the
 # weights: `init` returns a state that no longer shares its memory with the one before.
 LARGE = 128
+
+
+class Load(NamedTuple):
+    """Sizes of an engine's load.
+
+    Attributes:
+      num_requests: of the queue, all known at the start.
+      prompts: shortest and longest of their prompts.
+      texts: fewest and most tokens of their texts.
+      num_slots: requests that are decoded at once.
+      max_length: tokens that a slot holds.
+      chunks: tokens of prompts that are read at once, each an engine of its own.
+      late: tokens of a prompt that comes while all slots but one are busy.
+    """
+
+    num_requests: int = 500
+    prompts: tuple[int, int] = (50, 1500)
+    texts: tuple[int, int] = (20, 500)
+    num_slots: int = 64
+    max_length: int = 2048
+    chunks: tuple[int, ...] = (512, 1024)
+    late: int = 1000
+
+    def engine(self, setup: Setup, num_slots: int, chunk: int) -> specjax.Engine:
+        """An engine with the drafter, compiled."""
+        options = specjax.LoopOptions(self.max_length, prefill_chunk_size=chunk)
+        return specjax.Engine(
+            setup.target, setup.drafter, num_slots=num_slots, options=options, config=CONFIG
+        )
+
+
+CASES = ["steps", "mixed", "late"]
+REHEARSAL = Load(9, (5, 20), (3, 12), 8, 64, (16,), 20)
+
+
+def mixed_load(setup: Setup, load: Load, chunk: int) -> dict[str, Any]:
+    """Seconds from the first submission to the last token; the first of two runs warms up."""
+    draw = random.Random(7)
+    sizes = [
+        (draw.randint(*load.prompts), draw.randint(*load.texts)) for _ in range(load.num_requests)
+    ]
+    prompts = [[draw.randrange(10, 100) for _ in range(size)] for size, _ in sizes]
+    keys = jax.block_until_ready([jax.random.key(i) for i in range(load.num_requests)])
+    engine, seconds = load.engine(setup, load.num_slots, chunk), []
+    for _ in range(2):
+        first, start = engine.num_steps, time.perf_counter()
+        for prompt, key, (_, most) in zip(prompts, keys, sizes, strict=True):
+            engine.submit(prompt, key=key, max_new_tokens=most, temperature=0.0)
+        engine.run()
+        seconds.append(time.perf_counter() - start)
+    steps = engine.num_steps - first
+    engine.close()
+    record = {"case": "mixed load", "chunk": chunk, "slots": load.num_slots, "steps": steps}
+    return record | {"seconds": seconds[1], "seconds_at_first": seconds[0]}
+
+
+def late_prompt(setup: Setup, load: Load, chunk: int) -> dict[str, Any]:
+    """Milliseconds to a late prompt's first token, and between steps meanwhile; medians of four."""
+    num_slots = load.num_slots // 2
+    engine = load.engine(setup, num_slots, chunk)
+    for i in range(num_slots - 1):
+        prompt = [11 + i] * min(700, load.max_length // 3)
+        most = load.max_length - len(prompt) - 8
+        engine.submit(prompt, key=jax.random.key(i), max_new_tokens=most, temperature=0.0)
+    while engine.num_running < num_slots - 1:
+        engine.step()
+    waits, gaps = [], []
+    for trial in range(4):
+        for _ in range(5):
+            engine.step()
+        start = last = time.perf_counter()
+        late = engine.submit(
+            [7 + trial] * load.late, key=jax.random.key(99), max_new_tokens=2, temperature=0.0
+        )
+        longest = 0.0
+        while not late.token_ids:
+            engine.step()
+            now = time.perf_counter()
+            longest, last = max(longest, now - last), now
+        waits.append(1e3 * (last - start))
+        gaps.append(1e3 * longest)
+        engine.abort(late)
+    engine.close()
+    medians = {"first_token_ms": statistics.median(waits), "gap_ms": statistics.median(gaps)}
+    return {"case": "late prompt", "chunk": chunk, "slots": num_slots, **medians}
 
 
 def prefill_ms(setup: Setup, drafter: specjax.Drafter | None, batch: int, effort: Effort) -> float:
@@ -61,12 +155,26 @@ def cases(setup: Setup, batch: int, effort: Effort) -> Iterator[dict[str, Any]]:
         yield record | {"prefill_ms": prefill_ms(setup, drafter, batch, effort)}
 
 
+def records(
+    setup: Setup, names: list[str], batches: list[int], effort: Effort, is_smoke: bool
+) -> Iterator[dict[str, Any]]:
+    """A record of each case of these names."""
+    load = REHEARSAL if is_smoke else Load()
+    for batch in batches if "steps" in names else []:
+        yield from cases(setup, batch, effort)
+    for chunk in load.chunks:
+        if "mixed" in names:
+            yield mixed_load(setup, load, chunk)
+        if "late" in names:
+            yield late_prompt(setup, load, chunk)
+
+
 def vllm_section(lines: list[dict[str, Any]]) -> dict[str, Any]:
     """The records of vLLM's whole engine, as lines of JSON of its own program hold them."""
     where = next(line for line in lines if line.get("env"))
     names = {"plain": "plain", "eagle3": "EAGLE-3, K = 3"}
     found = [line for line in lines if "ms_step" in line]
-    records = [
+    records: list[dict[str, Any]] = [
         {
             "case": names[line["mode"]],
             "B": line["B"],
@@ -75,6 +183,11 @@ def vllm_section(lines: list[dict[str, Any]]) -> dict[str, Any]:
         }
         for line in found
     ]
+    records += [
+        {"case": "mixed load", "seconds": min(line["seconds"])}
+        for line in lines
+        if "seconds" in line
+    ]
     return {"environment": where, "cases": records}
 
 
@@ -82,6 +195,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=pathlib.Path, help="the JSON")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32, 64, 128])
+    parser.add_argument("--cases", nargs="+", default=CASES, choices=CASES)
     parser.add_argument("--vllm", type=pathlib.Path, help="lines of JSON of vLLM's engine, only")
     parser.add_argument("--smoke", action="store_true", help="rehearse: tiny, on a CPU, no file")
     args = parser.parse_args()
@@ -95,12 +209,12 @@ def main() -> None:
     setup = eagle3(args.smoke)
     command = shlex.join(["python", "-m", "benchmarks.gpu.batches", *sys.argv[1:]])
     section: dict[str, Any] = {"environment": environment() | {"command": command}, "cases": []}
-    for batch in args.batch:
-        for record in cases(setup, batch, effort):
-            section["cases"].append(record)
-            save(None if args.smoke else args.out, "specjax", section)
-            line = f"{record['case']:16} B={batch:<4}{record['median_ms']:8.3f} ms a step"
-            print(f"{line}, prompts {record['prefill_ms']:.1f} ms", flush=True)
+    for record in records(setup, args.cases, args.batch, effort, args.smoke):
+        section["cases"].append(record)
+        save(None if args.smoke else args.out, "specjax", section)
+        numbers = {k: v for k, v in record.items() if isinstance(v, int | float)}
+        shown = ", ".join(f"{name} {value:.4g}" for name, value in numbers.items())
+        print(f"{record['case']:16} {shown}", flush=True)
 
 
 if __name__ == "__main__":

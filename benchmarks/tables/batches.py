@@ -11,19 +11,41 @@ from benchmarks.tables.publish import publish_from_json
 BEGIN, END = "<!-- batches-table -->", "<!-- /batches-table -->"
 
 
+def _next_to(ours: float, theirs: float | None, digits: int) -> str:
+    """Returns three cells: our time, theirs, and theirs over ours."""
+    if theirs is None:
+        return f"{ours:.{digits}f} | |"
+    return f"{ours:.{digits}f} | {theirs:.{digits}f} | {theirs / ours:.2f}"
+
+
 def batches_table(result: dict[str, Any]) -> str:
-    """Returns two tables as markdown: times by batch size, and full steps by kind of kernel."""
-    section = result["specjax"]
-    cases = section["cases"]
+    """Returns tables as markdown: times by batch size, an engine's load, steps by kind of kernel."""
+    section, peer = result["specjax"], result.get("vllm", {"cases": []})
+    theirs = {(case["case"], case.get("B")): case for case in peer["cases"]}
+    steps = [case for case in section["cases"] if "B" in case]
     lines = [
-        "| | B | ms a step (quartiles) | ms to read prompts of 1024 tokens |",
-        "|---|---|---|---|",
+        "| | B | ms a step | vLLM | ratio | ms to read prompts of 1024 tokens | vLLM | ratio |",
+        "|---|---|---|---|---|---|---|---|",
     ]
-    for case in cases:
-        quartiles = " to ".join(f"{x:.2f}" for x in case["quartiles_ms"])
-        step = f"{case['median_ms']:.2f} ({quartiles})"
-        lines.append(f"| {case['case']} | {case['B']} | {step} | {case['prefill_ms']:.0f} |")
-    profiled = [case for case in cases if "profile" in case]
+    for case in steps:
+        other = theirs.get((case["case"], case["B"]), {})
+        step = _next_to(case["median_ms"], other.get("median_ms"), 2)
+        prefill = _next_to(case["prefill_ms"], other.get("prefill_ms"), 0)
+        lines.append(f"| {case['case']} | {case['B']} | {step} | {prefill} |")
+    lines += ["", "| an engine, EAGLE-3, K = 3 | chunk | | vLLM | ratio |", "|---|---|---|---|---|"]
+    for case in section["cases"]:
+        if case["case"] == "mixed load":
+            seconds = theirs.get((case["case"], None), {}).get("seconds")
+            name = f"500 mixed requests, {case['slots']} at a time: seconds"
+            lines.append(f"| {name} | {case['chunk']} | {_next_to(case['seconds'], seconds, 1)} |")
+        if case["case"] == "late prompt":
+            name = f"{case['slots'] - 1} requests decode, a prompt of 1000 tokens comes: ms"
+            for what, key in (
+                ("to its first token", "first_token_ms"),
+                ("between steps", "gap_ms"),
+            ):
+                lines.append(f"| {name} {what} | {case['chunk']} | {case[key]:.1f} | | |")
+    profiled = [case for case in steps if "profile" in case]
     columns = [shares(case["profile"]) for case in profiled]
     head = [f"{case['case']}, B = {case['B']}" for case in profiled]
     lines += ["", f"| ms | {' | '.join(head)} |", "|---" * (len(head) + 1) + "|"]
@@ -32,6 +54,11 @@ def batches_table(result: dict[str, Any]) -> str:
         lines.append(f"| {kind} | {' | '.join(shown)} |")
     where = section["environment"]
     place = f"{where['device']}, jax {where['jax']}, {where['date'][:10]}: `{where['command']}`"
+    if "environment" in peer:
+        where = peer["environment"]
+        place += (
+            f"; vLLM {where['vllm']}, FA3, no FlashInfer, torch {where['torch']}, {where['gpu']}"
+        )
     return "\n".join([*lines, "", place])
 
 

@@ -8,7 +8,7 @@
 import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -75,7 +75,8 @@ class Programs(NamedTuple):
       prefill_batch: `(rows, token_ids[N, piece_size], positions) -> rows`; for pieces
         `(rows, token_ids[P, piece_size], positions, row_of_piece[P]) -> rows`.
       take_row: `(rows, index) -> PromptRow` of one prompt.
-      admit: `(slots, row, slot, prompt[1, S], request) -> slots`, with a row of any of the lengths.
+      admit: `(slots, row, slot, prompt[1, S], request) -> slots`, with a row of any of the lengths;
+        or with all rows of the batch, and the place of one.
       step: `(slots, allowed) -> (slots, StepOutput)`.
       release: `(slots, is_released: bool[B]) -> slots`.
       park: `(slots, slot) -> DecodeState`, a batch of one.
@@ -184,7 +185,9 @@ def make_programs(
         put_row=functools.partial(slots.put, axes=leaf_axes),
         prefill_batch=prefill_chunk,
         take_row=functools.partial(slots.take, axes=leaf_axes),
-        admit=functools.partial(slots.admit, models, axes=axes, options=options),
+        admit=functools.partial(
+            slots.admit, models, axes=axes, row_axes=leaf_axes, options=options
+        ),
         step=functools.partial(slots.step_slots, models, options=options),
         release=slots.release,
         park=functools.partial(slots.take, axes=axes),
@@ -322,8 +325,8 @@ def warm_up(
     with explain_slots_out_of_memory(devices_of(target), programs):
         state = programs.empty_slots()
         for _ in range(2):
-            for row in _rows_of_each_length(programs):
-                state = programs.admit(state, row, *operands)
+            for row, *place in _rows_of_each_length(programs):
+                state = programs.admit(state, row, *operands, *place)
             state, output = programs.step(state, allowed)
             # No more than two rows at a time, as in a round of the scheduler.
             row = programs.new_target_row(max_length=length)
@@ -342,14 +345,16 @@ def empty_chunk(num_prompts: int, num_tokens: int) -> tuple[np.ndarray, np.ndarr
     return np.zeros(shape, np.int32), np.full(shape, -1, np.int32)
 
 
-def _rows_of_each_length(programs: Programs) -> Iterator[PromptRow]:
-    """Yields rows of an empty prompt, by every program that makes one."""
+def _rows_of_each_length(programs: Programs) -> Iterator[tuple[Any, ...]]:
+    """Yields rows of an empty prompt, by every program that makes one; or a batch and a place."""
     row = programs.new_row(max_length=programs.row_lengths[0])
+    yield (row,)
     if programs.batch is not None and programs.batch.num_pieces:
         # No prompt is read in a row of its own.
-        yield _through_batch(programs, row)
+        rows, place = _read_batch(programs, row), np.int32(0)
+        yield rows, place
+        yield (programs.take_row(rows, place),)
         return
-    yield row
     nothing = empty_chunk(1, programs.chunk_size)
     for i, length in enumerate(programs.row_lengths):
         if i:
@@ -357,16 +362,16 @@ def _rows_of_each_length(programs: Programs) -> Iterator[PromptRow]:
         # The second chunk's row is one that a program returned.
         row = programs.prefill_chunk(programs.prefill_chunk(row, *nothing), *nothing)
         if i == 0 and programs.batch is not None:
-            row = _through_batch(programs, row)
-            yield row
+            row = programs.take_row(_read_batch(programs, row), np.int32(0))
+            yield (row,)
             row = programs.prefill_chunk(row, *nothing)
         for longer in programs.row_lengths[i + 2 :]:
             programs.grow_row(row, max_length=longer)
-        yield row
+        yield (row,)
 
 
-def _through_batch(programs: Programs, row: PromptRow) -> PromptRow:
-    """Returns a row after it was one of a batch."""
+def _read_batch(programs: Programs, row: PromptRow) -> PromptRow:
+    """Returns the rows of a batch with a row in its first place."""
     assert programs.batch is not None
     (size, piece_size, num_pieces), first = programs.batch, np.int32(0)
     rows = programs.new_row(max_length=programs.row_lengths[0], size=size)
@@ -377,4 +382,4 @@ def _through_batch(programs: Programs, row: PromptRow) -> PromptRow:
         else:
             rows = programs.put_row(rows, row, first)
             rows = programs.prefill_batch(rows, *empty_chunk(size, piece_size))
-    return programs.take_row(rows, first)
+    return rows

@@ -46,7 +46,7 @@ class QueueEntry(abc.ABC):
     Attributes:
       waiting: the requests without a slot.
       row: the models' state of the tokens read so far; None before, and while a batch holds it.
-      in_batch: whether a batch holds the row.
+      place: of the row in a batch that holds it, i32; else None.
       num_read: how many tokens programs have read, rounded up to whole chunks: the padding of the
         last chunk counts.
     """
@@ -54,7 +54,7 @@ class QueueEntry(abc.ABC):
     def __init__(self, requests: Iterable[Request]) -> None:
         self.waiting = deque(requests)
         self.row: PromptRow | None = None
-        self.in_batch = False
+        self.place: np.integer | None = None
         self.num_read = 0
         # Tokens that the row has room for, one of `Programs.row_lengths`; 0 before it is made.
         self._row_length = 0
@@ -71,7 +71,7 @@ class QueueEntry(abc.ABC):
 
     def is_read(self) -> bool:
         """Returns whether the entry's row has all tokens but the last."""
-        return (self.row is not None or self.in_batch) and not self.unread.size
+        return (self.row is not None or self.place is not None) and not self.unread.size
 
     def next_chunk(self, size: int) -> tuple[np.ndarray, np.ndarray]:
         """Returns the next tokens and their positions, two i32[1, size]; positions end with -1."""
@@ -104,7 +104,7 @@ class QueueEntry(abc.ABC):
 
     def attach_row(self, row: PromptRow, length: int) -> None:
         """Sets the row, which has room for `length` tokens."""
-        self.row, self._row_length, self.in_batch = row, length, False
+        self.row, self._row_length, self.place = row, length, None
 
     @abc.abstractmethod
     def admit(self, programs: Programs, slots: DecodeState, slot: int) -> DecodeState:
@@ -142,7 +142,8 @@ class PromptGroup(QueueEntry):
         sample = np.int32(self._samples[self.waiting[0]])
         prompt = pad_prompt(self.token_ids[None], programs.row_lengths[-1])
         settings = self._checked.settings._replace(sample=sample)
-        return programs.admit(slots, self.row, np.int32(slot), prompt, settings)
+        place = () if self.place is None else (self.place,)
+        return programs.admit(slots, self.row, np.int32(slot), prompt, settings, *place)
 
 
 class ParkedRequest(QueueEntry):
@@ -266,7 +267,7 @@ class PrefillBatch:
             return 0
         for index, group in matched:
             # A place's older entries lie after the prompt's own positions: nothing attends to them.
-            group.in_batch, self._groups[index] = True, group
+            group.place, self._groups[index] = np.int32(index), group
             chunk = group.unread[: (num_pieces - start) * size]
             end = start + -(-chunk.size // size)
             token_ids[start:end].reshape(-1)[: chunk.size] = chunk
@@ -306,9 +307,27 @@ class PrefillBatch:
                 continue
             row = self._empty_row if group.row is None else group.row
             self._rows = programs.put_row(self._rows, row, np.int32(index))
-            group.row, group.in_batch = None, True
+            group.row, group.place = None, np.int32(index)
             self._groups[index] = group
         return True
+
+    def admit(
+        self, programs: Programs, slots: DecodeState, entry: QueueEntry, slot: int
+    ) -> DecodeState:
+        """Returns the slots with the first waiting request of an entry in one of them.
+
+        The row may be one of the batch. Its place is free then, unless more requests need it.
+        """
+        if entry.place is None or len(entry.waiting) > 1:
+            self.detach_group(programs, entry)
+            return entry.admit(programs, slots, slot)
+        entry.row = self._rows
+        try:
+            slots = entry.admit(programs, slots, slot)
+        finally:
+            entry.row = None
+        del self._groups[int(entry.place)]
+        return slots
 
     def detach_group(self, programs: Programs, entry: QueueEntry) -> None:
         """Gives an entry its row back and frees its place; does nothing for other entries.

@@ -300,8 +300,7 @@ class Scheduler:
 
     def _admit(self, entry: QueueEntry, slot: int) -> None:
         """Puts the first request of the queue, which is the entry's, into a slot."""
-        self._batch.detach_group(self._programs, entry)
-        self._slots = entry.admit(self._programs, self._slots, slot)
+        self._slots = self._batch.admit(self._programs, self._slots, entry, slot)
         with self.queue.lock:
             self._occupants[slot] = self.queue.pop()
         self._to_release.discard(slot)

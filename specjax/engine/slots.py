@@ -185,7 +185,9 @@ def empty_slots(
     return _with_own_buffers(release(state, jnp.ones(size, bool)))
 
 
-@functools.partial(jax.jit, static_argnames=("options", "axes"), donate_argnames="slots")
+@functools.partial(
+    jax.jit, static_argnames=("options", "axes", "row_axes"), donate_argnames="slots"
+)
 def admit(
     models: Models,
     slots: DecodeState,
@@ -193,9 +195,11 @@ def admit(
     slot: jax.Array,
     prompt: jax.Array,
     request: RequestSettings,
+    place: jax.Array | None = None,
     *,
     options: StepOptions,
     axes: tuple[int, ...],
+    row_axes: tuple[int, ...],
 ) -> DecodeState:
     """Returns the slots with a request in one of them; its first step is the next one.
 
@@ -206,9 +210,13 @@ def admit(
       slot: i32.
       prompt: i32[1, S]; tokens after the prompt are ignored.
       request: its settings.
+      place: i32, which row of a batch that is; None of a row by itself.
       options: as in `run_step`.
       axes: from `slot_axes`.
+      row_axes: the leaves of `row_axes`.
     """
+    if place is not None:
+        row = take(row, place, axes=row_axes)
     fields = request._asdict()
     sample, key = fields.pop("sample"), request.keys
     folded = jax.random.fold_in(key, jnp.maximum(sample, 0))

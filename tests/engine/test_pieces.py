@@ -142,6 +142,9 @@ def test_an_engine_that_reads_pieces_gives_the_texts_of_one_that_reads_each_prom
     for in_pieces in (False, True):
         engine, _ = _engine(in_pieces)
         submitted = [_submit(engine, index) for index in range(24)]
+        # Two requests of one prompt, whose row serves both.
+        values = {"key": jax.random.key(9), "max_new_tokens": 7}
+        submitted += engine.submit_samples(2, PROMPTS[0], **values)
         while engine.step():
             if engine.num_steps % 3 == 0:
                 drops_cache = engine.num_steps % 2 == 0

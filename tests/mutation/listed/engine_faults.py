@@ -77,13 +77,13 @@ MUTATIONS = (
     ),
     Mutation(
         f"{_ENGINE}scheduler.Scheduler._admit",
-        """        self._slots = entry.admit(self._programs, self._slots, slot)
+        """        self._slots = self._batch.admit(self._programs, self._slots, entry, slot)
         with self.queue.lock:
             self._occupants[slot] = self.queue.pop()
 """,
         """        with self.queue.lock:
             self._occupants[slot] = self.queue.pop()
-        self._slots = entry.admit(self._programs, self._slots, slot)
+        self._slots = self._batch.admit(self._programs, self._slots, entry, slot)
 """,
         soaks(_MOVED),
         "a request leaves the queue before it has a slot",
