@@ -19,7 +19,7 @@ def _next_to(ours: float, theirs: float | None, digits: int) -> str:
 
 
 def batches_table(result: dict[str, Any]) -> str:
-    """Returns tables as markdown: times by batch size, an engine's load, steps by kind of kernel."""
+    """Returns three tables: times by batch size, an engine's load, steps by kind of kernel."""
     section, peer = result["specjax"], result.get("vllm", {"cases": []})
     theirs = {(case["case"], case.get("B")): case for case in peer["cases"]}
     steps = [case for case in section["cases"] if "B" in case]

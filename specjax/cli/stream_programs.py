@@ -27,9 +27,9 @@ from specjax.decode.drafters import Drafter, Models
 from specjax.decode.options import StaticOptions, StepOptions
 from specjax.decode.prefill import begin_prefill, read_prompt_chunk
 from specjax.decode.state import DecodeState, RequestBatch
-from specjax.decode.step import commit_emitted, compute_rows, extend_drafter, verify_pending
-from specjax.decode.target_step import TargetRows, count_rows, gather_row
-from specjax.types import Draft, Model
+from specjax.decode.step import commit_rows, compute_rows
+from specjax.decode.target_step import TargetRows, gather_row
+from specjax.types import Model
 
 __all__ = ["StreamPrograms"]
 
@@ -49,15 +49,9 @@ def _commit_rows(
       The state without a draft, where `num_tokens` is the budget of each request, and the hidden
       states [B, D] that decided the last tokens.
     """
-    pending = state.draft
-    if rows.hidden.shape[1] < count_rows(state):
-        none = Draft(pending.token_ids[:, :0], num_tokens=pending.num_tokens)
-        state = state._replace(draft=none)
-    info = verify_pending(state, rows, options)
-    after = commit_emitted(state, rows, info)
-    after = extend_drafter(drafter, state, after, rows)
+    after, info = commit_rows(drafter, state, rows, options)
     num_tokens = draft_budget(drafter, after, options.config)
-    after = after._replace(draft=pending.replace(num_tokens=num_tokens))
+    after = after._replace(draft=after.draft.replace(num_tokens=num_tokens))
     return after, gather_row(rows.hidden, info.verification.num_accepted)
 
 

@@ -1,6 +1,5 @@
 """`generate`: whole texts with speculation, and `Generation`, what it returns."""
 
-import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -12,7 +11,7 @@ from specjax.decode.drafters import Drafter, Models
 from specjax.decode.logprobs import TopLogprobs
 from specjax.decode.metrics import Metrics
 from specjax.decode.options import LoopOptions, StepOptions
-from specjax.decode.prefill import run_requests
+from specjax.decode.prefill import is_traced, run_requests
 from specjax.decode.request_batch import RequestArguments, check_arguments
 from specjax.decode.state import DecodeState
 from specjax.decode.step import run_step
@@ -20,7 +19,7 @@ from specjax.devices.placement import pvary_like
 from specjax.processing.sampling_params import SamplingParams
 from specjax.types import Model
 
-__all__ = ["Generation", "generate", "run_loop", "take_first_requests"]
+__all__ = ["Generation", "generate", "loop_in_place", "take_first_requests"]
 
 
 class Generation(NamedTuple):
@@ -113,7 +112,9 @@ def generate(
         prompts, keys, max_new_tokens, temperature, eos_token_ids, sampling
     )
     requests, static = check_arguments(target, drafter, arguments, config, options)
-    generation, _ = run_requests(run_loop, Models(target, drafter), requests, static)
+    # Nothing can be donated within another program.
+    run = _traced_loop if is_traced() else loop_in_place
+    generation, _ = run_requests(run, Models(target, drafter), requests, static)
     return take_first_requests(generation, requests.lengths.shape[0])
 
 
@@ -124,13 +125,12 @@ def take_first_requests(generation: Generation, size: int) -> Generation:
     return jax.tree.map(lambda x: x[:size], generation)
 
 
-@functools.partial(jax.jit, static_argnames="options", donate_argnames="state")
 def run_loop(
     models: Models, state: DecodeState, *, options: StepOptions
 ) -> tuple[Generation, DecodeState]:
     """Takes steps until every request has ended; returns the texts, and the rest of the state.
 
-    The state is donated. The rest is an output so that its caches lie in the same memory.
+    The rest is an output so that its caches lie in the memory of a state that is donated.
     """
 
     def take_step(state: DecodeState) -> DecodeState:
@@ -142,6 +142,10 @@ def run_loop(
     generation = Generation(*(getattr(state, name) for name in Generation._fields))
     rest: dict[str, Any] = dict.fromkeys(Generation._fields)
     return generation, state._replace(**rest)
+
+
+_traced_loop = jax.jit(run_loop, static_argnames="options")
+loop_in_place = jax.jit(run_loop, static_argnames="options", donate_argnames="state")
 
 
 jax.export.register_namedtuple_serialization(Generation, serialized_name="specjax.Generation")

@@ -11,7 +11,7 @@ from specjax.decode.options import LoopOptions
 from specjax.decode.prefill import run_requests
 from specjax.decode.request_batch import RequestArguments, check_arguments, check_step_options
 from specjax.decode.state import DecodeState, StepInfo
-from specjax.decode.step import run_step
+from specjax.decode.step import run_first_step, run_step
 from specjax.devices.placement import with_auto_axes
 from specjax.implementation import Implementation
 from specjax.processing.row_masks import split_first_mask, with_first_mask, with_row_masks
@@ -76,7 +76,8 @@ def init(
         num_rows = static.step.num_rows(drafter)
         masked = with_first_mask(settings.sampling, first_mask, size, num_rows)
         requests = requests._replace(settings=settings._replace(sampling=masked))
-    state, _ = run_requests(run_step, Models(target, drafter), requests, static)
+    models = Models(target, drafter)
+    state: DecodeState = run_requests(run_first_step, models, requests, static, reads_last=True)
     return state
 
 

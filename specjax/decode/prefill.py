@@ -44,6 +44,7 @@ from specjax.types import Draft, Pieces
 __all__ = [
     "begin_compilation",
     "begin_prefill",
+    "is_traced",
     "read_chunk",
     "read_prompt_chunk",
     "run_prefill",
@@ -53,24 +54,32 @@ __all__ = [
 _NOT_TRACED = get_opaque_trace_state(convention="flax")
 
 
-def run_requests(run: Any, models: Models, requests: RequestBatch, options: StaticOptions) -> Any:
+def run_requests(
+    run: Any,
+    models: Models,
+    requests: RequestBatch,
+    options: StaticOptions,
+    *,
+    reads_last: bool = False,
+) -> Any:
     """Returns the result of `run` after the prompts are checked and read.
 
     Args:
-      run: a jitted function of models, state and the options of a step.
+      run: a jitted function of models, what `run_prefill` returns, and the options of a step.
       models: the target, and a drafter or None.
       requests: from `request_batch.check_arguments`.
       options: from `request_batch.check_arguments`.
+      reads_last: as in `run_prefill`.
     """
     check_prompt_ids(models.target, requests, options.step.num_rows(models.drafter))
     with explain_out_of_memory(models, *requests.token_ids.shape):
         filled = pad_batch_to_mesh(requests, models.target.placement)
-        function = functools.partial(_prefill_and_run, run, options=options)
+        function = functools.partial(_prefill_and_run, run, options=options, reads_last=reads_last)
         return with_auto_axes(function, models.target.placement, models, filled, like=requests)
 
 
 def _prefill_and_run(
-    run: Any, models: Models, requests: RequestBatch, *, options: StaticOptions
+    run: Any, models: Models, requests: RequestBatch, *, options: StaticOptions, reads_last: bool
 ) -> Any:
     """Reads the prompts and runs `run` on the state: two programs, compiled at the same time.
 
@@ -83,20 +92,21 @@ def _prefill_and_run(
       models: as in `init_and_step.init`.
       requests: as in `run_prefill`.
       options: as in `run_prefill`.
+      reads_last: as in `run_prefill`.
     """
     # The calls below get what was compiled here from JAX. A program that failed is compiled again
     # by its call, which raises the error.
-    compilations = _begin_compilation(run, models, requests, options)
+    compilations = _begin_compilation(run, models, requests, options, reads_last)
     # A call before its compilation ends would compile the program once more. So each call waits for
     # its own, and the prompts are read while the second program is still compiled.
     futures.wait(compilations[:1])
-    state = _prefill_program()(models, requests, options=options)
+    prefilled = _prefill_program()(models, requests, options=options, reads_last=reads_last)
     futures.wait(compilations[1:])
-    return run(models, state, options=options.step)
+    return run(models, prefilled, options=options.step)
 
 
 def _begin_compilation(
-    run: Any, models: Models, requests: RequestBatch, options: StaticOptions
+    run: Any, models: Models, requests: RequestBatch, options: StaticOptions, reads_last: bool
 ) -> tuple[futures.Future[Any], ...]:
     """Begins to compile `run_prefill` and `run`, if no call had these shapes and options before."""
     leaves, structure = jax.tree.flatten((models, requests))
@@ -110,7 +120,7 @@ def _begin_compilation(
     # The dtype of a Python float, which `jax_enable_x64` changes, is part of what is compiled.
     if next(_count_calls(run, structure, types, options, jax.dtypes.canonicalize_dtype(float))):
         return ()
-    return begin_compilation(run, models, requests, options)[1]
+    return begin_compilation(run, models, requests, options, reads_last=reads_last)[1]
 
 
 @functools.lru_cache(maxsize=64)
@@ -124,7 +134,12 @@ def _count_calls(*kind: Any) -> Iterator[int]:
 
 
 def begin_compilation(
-    run: Any, models: Models, requests: RequestBatch, options: StaticOptions
+    run: Any,
+    models: Models,
+    requests: RequestBatch,
+    options: StaticOptions,
+    *,
+    reads_last: bool = False,
 ) -> tuple[tuple[Any, Any], tuple[futures.Future[Any], futures.Future[Any]]]:
     """Returns `run_prefill` and `run` as they were lowered, and futures of the compiled programs.
 
@@ -133,16 +148,17 @@ def begin_compilation(
     """
     pool = futures.ThreadPoolExecutor(2)
     try:
-        prefill = _prefill_program().lower(models, requests, options=options)
+        static = {"options": options, "reads_last": reads_last}
+        prefill = _prefill_program().lower(models, requests, **static)
         compiled_prefill = pool.submit(prefill.compile)
-        state = run_prefill.eval_shape(models, requests, options=options)
+        prefilled = run_prefill.eval_shape(models, requests, **static)
         if models.target.placement is not None:
             shardings = compiled_prefill.result().output_shardings
-            state = jax.tree.map(
+            prefilled = jax.tree.map(
                 lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
-                *(state, shardings),
+                *(prefilled, shardings),
             )
-        lowered = run.lower(models, state, options=options.step)
+        lowered = run.lower(models, prefilled, options=options.step)
         return (prefill, lowered), (compiled_prefill, pool.submit(lowered.compile))
     finally:
         pool.shutdown(wait=False)
@@ -153,48 +169,79 @@ def _prefill_program() -> Any:
 
     Traced into another program it has no options: JAX refuses them there.
     """
-    is_traced = get_opaque_trace_state(convention="flax") != _NOT_TRACED
-    return run_prefill if is_traced or prefill_options() is None else _gpu_prefill()
+    return run_prefill if is_traced() or prefill_options() is None else _gpu_prefill()
+
+
+def is_traced() -> bool:
+    """Returns whether the caller is traced into another program."""
+    return bool(get_opaque_trace_state(convention="flax") != _NOT_TRACED)
 
 
 @functools.cache
 def _gpu_prefill() -> Any:
     function = inspect.unwrap(run_prefill)
-    return jax.jit(function, static_argnames="options", compiler_options=prefill_options())
+    static = ("options", "reads_last")
+    return jax.jit(function, static_argnames=static, compiler_options=prefill_options())
 
 
-@functools.partial(jax.jit, static_argnames="options")
-def run_prefill(models: Models, requests: RequestBatch, *, options: StaticOptions) -> DecodeState:
-    """Returns a state that has read all but the last token of each prompt, and drafted nothing.
+@functools.partial(jax.jit, static_argnames=("options", "reads_last"))
+def run_prefill(
+    models: Models, requests: RequestBatch, *, options: StaticOptions, reads_last: bool = False
+) -> Any:
+    """Returns a state that has read the prompts and drafted nothing.
 
-    The first step feeds these last tokens and draws the first generated ones. So no token is drawn
-    here, and verification is compiled into the step's program alone.
+    The drafter reads all but the last token of each prompt, and so does the target, unless
+    `reads_last`. Without it, the first step feeds these last tokens and draws the first generated
+    ones, so that verification is compiled into the step's program alone.
 
     Args:
       models: as in `init_and_step.init`.
       requests: prompts in rows of S tokens, the capacity of the buffers.
       options: from `request_batch.check_arguments`.
+      reads_last: whether the target reads the last tokens, too.
+
+    Returns:
+      The state. With `reads_last` a pair: the state, and the target's outputs for the last tokens,
+      as in `read_chunk`, [B, 1, ...].
     """
     state = begin_prefill(models, requests, options=options.step)
     prompt, lengths, _ = requests
     chunk_size = min(options.chunk_size, prompt.shape[1])
     padded = jnp.pad(prompt, ((0, 0), (0, -prompt.shape[1] % chunk_size)))
 
-    def read(carry: Any) -> Any:
-        done, cache, drafter_state = carry
+    def read_next(done: jax.Array, cache: Any, drafter_state: Any) -> Any:
         given = state._replace(target_cache=cache, drafter_state=drafter_state)
-        cache, drafter_state, _ = _read_chunk(models, given, padded, done, chunk_size)
-        return pvary_like((done + jnp.int32(chunk_size), cache, drafter_state), carry)
+        return _read_chunk(models, given, padded, done, chunk_size, reads_last)
 
-    start = (jnp.int32(0), state.target_cache, state.drafter_state)
+    def read(carry: Any) -> Any:
+        done, *caches, last = carry
+        *caches, outputs = read_next(done, *caches)
+        if reads_last:
+            index = lengths - 1 - done
+            is_here = ((index >= 0) & (index < chunk_size))[:, None, None]
+            last = jax.tree.map(
+                lambda old, new: jnp.where(is_here, _gather_token(new, index), old), last, outputs
+            )
+        return pvary_like((done + jnp.int32(chunk_size), *caches, last), carry)
+
+    caches = (state.target_cache, state.drafter_state)
+    last = jax.eval_shape(read_next, jnp.int32(0), *caches)[2] if reads_last else None
+    last = jax.tree.map(lambda x: jnp.zeros((x.shape[0], 1, *x.shape[2:]), x.dtype), last)
+    start = (jnp.int32(0), *caches, last)
     # A loop's first carry must have the type of its later ones. Inside `shard_map` that includes
     # the mesh axes over which a value varies, which `pvary_like` marks.
     start = pvary_like(start, start, prompt, lengths, models)
-    end = jnp.max(lengths - 1)
-    _, cache, drafter_state = jax.lax.while_loop(lambda carry: carry[0] < end, read, start)
+    end = jnp.max(lengths if reads_last else lengths - 1)
+    _, *caches, last = jax.lax.while_loop(lambda carry: carry[0] < end, read, start)
     # Copies: a program that takes the state may be given its memory, but not that of the arguments.
     state = jax.tree.map(jnp.copy, state._replace(target_cache=None, drafter_state=None))
-    return state._replace(target_cache=cache, drafter_state=drafter_state)
+    state = state._replace(target_cache=caches[0], drafter_state=caches[1])
+    return (state, last) if reads_last else state
+
+
+def _gather_token(rows: jax.Array, index: jax.Array) -> jax.Array:
+    """Returns [B, 1, ...] of rows [B, C, ...], one token of each request; `index` is clipped."""
+    return gather_row(rows, jnp.clip(index, 0, rows.shape[1] - 1))[:, None]
 
 
 def begin_prefill(models: Models, requests: RequestBatch, *, options: StepOptions) -> DecodeState:
@@ -261,8 +308,8 @@ def read_prompt_chunk(
     padded = jnp.pad(state.token_ids, ((0, 0), (0, -state.token_ids.shape[1] % chunk_size)))
     operands = (models, state, padded, done, chunk_size)
     cache, drafter_state, outputs = _read_chunk(*operands, reads_last=True)
-    index = jnp.clip(state.lengths - 1 - done, 0, chunk_size - 1)
-    hidden, features = jax.tree.map(lambda rows: gather_row(rows, index)[:, None], outputs)
+    index = state.lengths - 1 - done
+    hidden, features = jax.tree.map(lambda rows: _gather_token(rows, index), outputs)
     state = state._replace(target_cache=cache, drafter_state=drafter_state)
     implementation = options.step.implementation
     return state, score_hidden(models.target, state, implementation, hidden, features)

@@ -8,10 +8,10 @@
 
 Row 0 holds the logits after the last committed token, row i those after the i-th drafted token.
 
-In a request's first step nothing is drafted: the step feeds the prompt's last token, and row 0
-gives the first generated one. Without a drafter K = 0: plain decoding. The state is one pytree.
-The models' parameters are traced arguments, not constants of the program. The parts are functions
-of their own, so that a host can compile them apart.
+In a request's first step nothing is drafted: row 0 is that of the prompt's last token, which the
+step feeds, or which the prefill has read already (`run_first_step`). Without a drafter K = 0: plain
+decoding. The state is one pytree. The models' parameters are traced arguments, not constants of the
+program. The parts are functions of their own, so that a host can compile them apart.
 
 The callers have checked the arguments. `target_step` checks what the target returns, and
 `draft_step` what the drafter returns.
@@ -46,8 +46,17 @@ from specjax.processing.grammar import advance
 from specjax.processing.token_counts import add_to_counts
 from specjax.samplers.batch import verify_over_mesh
 from specjax.samplers.rejection_sample import verify_draft
+from specjax.types import Draft
 
-__all__ = ["commit_emitted", "compute_rows", "extend_drafter", "run_step", "verify_pending"]
+__all__ = [
+    "commit_emitted",
+    "commit_rows",
+    "compute_rows",
+    "extend_drafter",
+    "run_first_step",
+    "run_step",
+    "verify_pending",
+]
 
 
 @functools.partial(jax.jit, static_argnames="options")
@@ -61,14 +70,55 @@ def run_step(
       state: as in `step`.
       options: of the step.
     """
-    drafter = models.drafter
     # The state after the target has run: its cache already holds the tokens that were fed.
     scored, rows = compute_rows(models, state, options)
-    info = verify_pending(scored, rows, options)
-    state = commit_emitted(scored, rows, info)
-    state = extend_drafter(drafter, scored, state, rows)
-    state = draft_next(drafter, state, rows, info, options)
-    return state, info
+    state, info = commit_rows(models.drafter, scored, rows, options)
+    return draft_next(models.drafter, state, rows, info, options), info
+
+
+@functools.partial(jax.jit, static_argnames="options")
+def run_first_step(
+    models: Models,
+    prefilled: tuple[DecodeState, tuple[jax.Array, jax.Array | None]],
+    *,
+    options: StepOptions,
+) -> DecodeState:
+    """Returns the state with the first generated token of each request, and drafts after it.
+
+    The caches of the target pass through: no second ones are made.
+
+    Args:
+      models: as in `run_step`.
+      prefilled: from `prefill.run_prefill` that has read the last tokens, too.
+      options: of the step.
+    """
+    state, outputs = prefilled
+    rows = score_hidden(models.target, state, options.implementation, *outputs)
+    state, info = commit_rows(models.drafter, state, rows, options)
+    return draft_next(models.drafter, state, rows, info, options)
+
+
+def commit_rows(
+    drafter: Drafter | None, state: DecodeState, rows: TargetRows, options: StepOptions
+) -> tuple[DecodeState, StepInfo]:
+    """Verifies the pending drafts, commits what is emitted, and lets the drafter read it.
+
+    Args:
+      drafter: as in `run_step`.
+      state: from `compute_rows`, or after a prompt.
+      rows: of the last token and the draft; of the last token alone no draft is verified.
+      options: of the step.
+
+    Returns:
+      The state, whose draft is still the one before, and the info of the step.
+    """
+    pending = state.draft
+    if rows.hidden.shape[1] < count_rows(state):
+        none = Draft(pending.token_ids[:, :0], num_tokens=pending.num_tokens)
+        state = state._replace(draft=none)
+    info = verify_pending(state, rows, options)
+    after = commit_emitted(state, rows, info)
+    return extend_drafter(drafter, state, after, rows)._replace(draft=pending), info
 
 
 def compute_rows(

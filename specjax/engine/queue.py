@@ -316,9 +316,11 @@ class PrefillBatch:
     ) -> DecodeState:
         """Returns the slots with the first waiting request of an entry in one of them.
 
-        The row may be one of the batch. Its place is free then, unless more requests need it.
+        The row may be one of the batch, whose place is then free. It is taken out first if more
+        requests need it, or if the batch reads no pieces.
         """
-        if entry.place is None or len(entry.waiting) > 1:
+        reads_pieces = programs.batch is not None and programs.batch.num_pieces > 0
+        if entry.place is None or len(entry.waiting) > 1 or not reads_pieces:
             self.detach_group(programs, entry)
             return entry.admit(programs, slots, slot)
         entry.row = self._rows

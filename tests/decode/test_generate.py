@@ -11,7 +11,7 @@ import pytest
 
 import specjax
 from specjax import Finish, Origin, SpeculativeConfig, generate
-from specjax.decode.generate import run_loop
+from specjax.decode.generate import loop_in_place
 
 V = 4
 TARGET, DRAFT = bigrams.pair(V, seed=1)
@@ -538,10 +538,10 @@ def test_the_rule_of_the_config_is_the_one_that_accepts():
 
 def test_values_never_recompile():
     synthetic(0, 1.0, 3, synthetic_acceptance_rate=0.5)
-    compiled = run_loop._cache_size()
+    compiled = loop_in_place._cache_size()
     synthetic(1, 0.3, 1, synthetic_acceptance_rate=0.7)
     synthetic(2, 2, 2, DRAFT, synthetic_acceptance_rate=0.1)
-    assert run_loop._cache_size() == compiled
+    assert loop_in_place._cache_size() == compiled
 
 
 def test_parameters_are_arguments_and_not_constants():

@@ -12,7 +12,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 import specjax
 from specjax import Finish, Origin, SamplingParams, SpeculativeConfig
-from specjax.decode.generate import run_loop
+from specjax.decode.generate import loop_in_place
 
 pytestmark = pytest.mark.once
 
@@ -130,7 +130,7 @@ def test_requests_with_different_parameters_share_a_program_and_nothing_else():
 @pytest.mark.slow
 def test_values_never_recompile():
     run("model", temperature=np.ones(4))
-    compiled = run_loop._cache_size()
+    compiled = loop_in_place._cache_size()
     other = EACH._replace(
         **{name: value[::-1].copy() for name, value in NUMBERS.items()},
         bias=BIAS[::-1] * 2,
@@ -138,7 +138,7 @@ def test_values_never_recompile():
         bad_words=EACH.bad_words[::-1].copy(),
     )
     run("model", other, temperature=np.array([0.0, 1.0, 2.0, 0.3]))
-    assert run_loop._cache_size() == compiled
+    assert loop_in_place._cache_size() == compiled
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from specjax.decode.compile.saved_programs import (
     write_programs,
 )
 from specjax.decode.drafters import Drafter, Models
-from specjax.decode.generate import Generation, run_loop, take_first_requests
+from specjax.decode.generate import Generation, loop_in_place, take_first_requests
 from specjax.decode.logprobs import TopLogprobs
 from specjax.decode.metrics import Metrics
 from specjax.decode.options import LoopOptions, check_capacity
@@ -201,7 +201,9 @@ def compile_generate(
     if target.placement is None and any(x and len(x.device_set) > 1 for x in shardings):
         raise ValueError("Parameters lie on several devices; see the mesh of models.load.")
     filled = replicate(target.placement, pad_batch_to_mesh(requests, target.placement))
-    lowered, compilations = begin_compilation(run_loop, Models(target, drafter), filled, static)
+    lowered, compilations = begin_compilation(
+        loop_in_place, Models(target, drafter), filled, static
+    )
     all_lowered = (fold, *lowered)
     programs = [fold.compile(), *(compilation.result() for compilation in compilations)]
     return CompiledGenerate(
