@@ -141,8 +141,8 @@ class SpeculativeConfig:
             compile key holds none. None computes them.
         """
         if self.rejection_sample_method == "synthetic":
-            own = conditional_rates is None
-            return rules.synthetic(self.conditional_rates() if own else conditional_rates)
+            rates = self.conditional_rates() if conditional_rates is None else conditional_rates
+            return rules.synthetic(rates)
         return BuiltInRule(self.rejection_sample_method) if self.rule is None else self.rule
 
     def conditional_rates(self) -> jax.Array | None:
@@ -232,21 +232,21 @@ class SpeculativeConfig:
             self._set("usual_acceptance_rate", check_number("usual_acceptance_rate", usual, 0, 1))
 
     def _check_synthetic_form(self) -> None:
-        given = [name for name in _SYNTHETIC_FORMS if getattr(self, name) is not None]
-        if self.rejection_sample_method != "synthetic" and given:
+        forms = [name for name in _SYNTHETIC_FORMS if getattr(self, name) is not None]
+        if self.rejection_sample_method != "synthetic" and forms:
             raise ValueError(
-                f"{given[0]} is given, but rejection_sample_method is "
+                f"{forms[0]} is given, but rejection_sample_method is "
                 f'{self.rejection_sample_method!r}; it needs to be "synthetic" for that, because '
                 "every other method accepts by the models' own probabilities."
             )
-        if self.rejection_sample_method == "synthetic" and len(given) != 1:
-            came = " and ".join(given) if given else "none of them"
+        if self.rejection_sample_method == "synthetic" and len(forms) != 1:
+            came = " and ".join(forms) if forms else "none of them"
             raise ValueError(
                 'rejection_sample_method "synthetic" needs exactly one of '
                 f"{', '.join(_SYNTHETIC_FORMS)}; it has {came}."
             )
         k = self.num_speculative_tokens
-        for name in given:
+        for name in forms:
             value = getattr(self, name)
             if name == "synthetic_acceptance_rates":
                 self._set(name, _check_rates(name, value, k))

@@ -309,9 +309,9 @@ def _draw_tokens(
         return carry, last, [jnp.repeat(x[:, None], num_tokens, axis=1) for x in outputs]
 
     is_one_loop = False
-    if not _is_on_a_mesh((carry, token_ids, keys)):
+    if not _is_sharded((carry, token_ids, keys)):
         types = jax.eval_shape(first, carry, token_ids)
-        is_one_loop = _types((carry, token_ids)) == _types(types[:2])
+        is_one_loop = _avals((carry, token_ids)) == _avals(types[:2])
     if is_one_loop:
         last, rows = token_ids, [jnp.zeros(x.shape, x.dtype) for x in types[2]]
     else:
@@ -330,7 +330,7 @@ def _draw_tokens(
     return rows, carry
 
 
-def _is_on_a_mesh(tree: Any) -> bool:
+def _is_sharded(tree: Any) -> bool:
     """Whether arrays lie on a mesh, or are inside one; also where a leaf is no array."""
     leaves = jax.tree.leaves(tree)
     if not all(isinstance(x, (jax.Array, np.ndarray)) for x in leaves):
@@ -339,7 +339,7 @@ def _is_on_a_mesh(tree: Any) -> bool:
     return not all(mesh.empty for mesh in meshes)
 
 
-def _types(tree: Any) -> Any:
+def _avals(tree: Any) -> Any:
     """Returns the structure of a pytree with its arrays' shapes and dtypes."""
     leaves, structure = jax.tree.flatten(tree)
     return structure, [(jnp.shape(x), jnp.result_type(x)) for x in leaves]

@@ -81,8 +81,8 @@ class Placement:
         missing = self.round_up(array.shape[0]) - array.shape[0]
         if not missing:
             return array
-        rest = jnp.full((missing, *array.shape[1:]), fill, array.dtype)
-        return jnp.concatenate([array, rest])
+        padding = jnp.full((missing, *array.shape[1:]), fill, array.dtype)
+        return jnp.concatenate([array, padding])
 
 
 def parse_mesh(mesh: Any, replicate: bool = False) -> Placement:
@@ -159,9 +159,9 @@ def with_auto_axes(
         )
     theirs = [jax.sharding.get_mesh(), *(getattr(x.sharding, "mesh", None) for x in arrays)]
     mesh = next(each for each in theirs if each and AxisType.Explicit in each.axis_types)
-    own: Any = _auto_mesh(mesh) if placement is None else placement.mesh
-    with jax.set_mesh(own):
-        outputs = function(*_with_axis_types(operands, own))
+    auto_mesh: Any = _auto_mesh(mesh) if placement is None else placement.mesh
+    with jax.set_mesh(auto_mesh):
+        outputs = function(*_with_axis_types(operands, auto_mesh))
     return _with_axis_types(outputs, mesh)
 
 

@@ -211,10 +211,9 @@ class SplitRows(LogitRows):
     def partials(self, scale: jax.Array, only_maxima: jax.Array | None = None) -> MaxSum:
         """Returns the partials of all blocks; each device computes those of its own."""
         cutoff = None if self.cutoff is None else self.cutoff[..., None, None]
-        own = reduce_blocks(
-            _own_blocks(self.logits, self.split), scale[..., None], cutoff, only_maxima=only_maxima
-        )
-        both = _gather_blocks(jnp.stack(own, axis=-2), self.logits.shape[-1], self.split)
+        blocks = _device_blocks(self.logits, self.split)
+        partials = reduce_blocks(blocks, scale[..., None], cutoff, only_maxima=only_maxima)
+        both = _gather_blocks(jnp.stack(partials, axis=-2), self.logits.shape[-1], self.split)
         return jax.lax.optimization_barrier(MaxSum(both[..., 0, :], both[..., 1, :]))
 
     def take(self, ids: jax.Array) -> jax.Array:
@@ -230,8 +229,8 @@ class SplitRows(LogitRows):
     def residual_log_masses(self, p: jax.Array, q: jax.Array) -> jax.Array:
         """Returns the log-masses of the residual in all blocks; p and q are a device's part."""
         residual = residual_probs(p, q)
-        own = jnp.sum(_own_blocks(residual, self.split, fill=0), axis=-1)
-        return jnp.log(_gather_blocks(own, residual.shape[-1], self.split))
+        masses = jnp.sum(_device_blocks(residual, self.split, fill=0), axis=-1)
+        return jnp.log(_gather_blocks(masses, residual.shape[-1], self.split))
 
     def top_k(self, values: jax.Array, n: int) -> tuple[jax.Array, jax.Array]:
         """Returns the n largest values and their ids, merged from each device's n largest."""
@@ -317,7 +316,7 @@ def _true_row(row: jax.Array, first: jax.Array, split: VocabularySplit, fill: fl
     return jnp.where(ids < split.vocab_size, row, jnp.array(fill, row.dtype))
 
 
-def _own_blocks(row: jax.Array, split: VocabularySplit, fill: float = -jnp.inf) -> jax.Array:
+def _device_blocks(row: jax.Array, split: VocabularySplit, fill: float = -jnp.inf) -> jax.Array:
     """Returns the blocks that begin on this device.
 
     Where the device's tokens do not begin with a block, the first ones are the end of the previous
@@ -339,10 +338,10 @@ def _own_blocks(row: jax.Array, split: VocabularySplit, fill: float = -jnp.inf) 
     is_aligned = width % SAMPLING_BLOCK == 0
     if not is_aligned:
         to_previous = [(device + 1, device) for device in range(size - 1)]
-        rest = jax.lax.ppermute(row[..., : SAMPLING_BLOCK - 1], split.axis_name, to_previous)
+        head = jax.lax.ppermute(row[..., : SAMPLING_BLOCK - 1], split.axis_name, to_previous)
         # As long as the furthest slice needs it.
         spare = (*row.shape[:-1], num_blocks * SAMPLING_BLOCK - width)
-        row = jnp.concatenate([row, rest, jnp.full(spare, fill, row.dtype)], axis=-1)
+        row = jnp.concatenate([row, head, jnp.full(spare, fill, row.dtype)], axis=-1)
         start = -first % SAMPLING_BLOCK
         row = jax.lax.dynamic_slice_in_dim(row, start, num_blocks * SAMPLING_BLOCK, axis=-1)
         first = first + start
@@ -355,7 +354,7 @@ def _gather_blocks(values: jax.Array, width: int, split: VocabularySplit) -> jax
     """Returns a number of every block of the vocabulary, in its order, on every device.
 
     Args:
-      values: [..., ceil(width / SAMPLING_BLOCK)], of the device's `_own_blocks`.
+      values: [..., ceil(width / SAMPLING_BLOCK)], of the device's `_device_blocks`.
       width: tokens of a row on each device.
       split: of the row.
 

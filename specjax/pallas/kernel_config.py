@@ -138,17 +138,17 @@ class KernelConfig:
 
     def __post_init__(self) -> None:
         """Refuses sizes that Triton or a kernel would refuse later, with less clear errors."""
-        given = {name: x for name, x in vars(self).items() if x is not None}
-        for name in given.keys() & _TILES:
-            _check_tile(name, given[name])
-        for name in given.keys() & _WARPS:
-            _check_power_of_2(name, given[name], 1, _MAX_WARPS)
-        for name in given.keys() & _POWERS_OF_2:
+        sizes = {name: x for name, x in vars(self).items() if x is not None}
+        for name in sizes.keys() & _TILES:
+            _check_tile(name, sizes[name])
+        for name in sizes.keys() & _WARPS:
+            _check_power_of_2(name, sizes[name], 1, _MAX_WARPS)
+        for name in sizes.keys() & _POWERS_OF_2:
             # 0 stands for no programs that make noise.
-            if (name, given[name]) != ("num_noise_splits", 0):
-                _check_power_of_2(name, given[name], 1)
-        for name in _COUNTS.keys() & given.keys():
-            check_count(name, given[name], _COUNTS[name], "as KernelConfig describes it")
+            if (name, sizes[name]) != ("num_noise_splits", 0):
+                _check_power_of_2(name, sizes[name], 1)
+        for name in _COUNTS.keys() & sizes.keys():
+            check_count(name, sizes[name], _COUNTS[name], "as KernelConfig describes it")
         if self.num_search_programs is not None and self.num_search_programs > _MAX_SEARCH_PROGRAMS:
             raise ValueError(
                 f"num_search_programs is {self.num_search_programs}; it needs at most "

@@ -270,16 +270,16 @@ def load_request(arrays: VerifyArrays, b: jax.Array, schedule: Schedule) -> Requ
         total = arrays.target_logits.shape[0] - schedule.num_requests
         ends = [jnp.clip(arrays.cu_num_draft_tokens[i], 0, total) for i in (b, b + 1)]
         first_draft, capacity = ends[0], jnp.clip(ends[1] - ends[0], 0, k)
-    num_given = capacity
+    num_tokens = capacity
     if arrays.num_tokens is not None:
-        num_given = jnp.minimum(arrays.num_tokens[b], capacity)
+        num_tokens = jnp.minimum(arrays.num_tokens[b], capacity)
     if arrays.token_ids is None:
-        num_draft_tokens = jnp.maximum(num_given, jnp.int32(-1))
+        num_draft_tokens = jnp.maximum(num_tokens, jnp.int32(-1))
     else:
         i = jax.lax.iota(jnp.int32, next_power_of_2(k))
         at, is_inside = arrays.token_ids.at[first_draft + i], i < capacity
         token_ids = plgpu.load(at, mask=is_inside, other=jnp.int32(-1))
-        num_draft_tokens = num_valid_drafts(token_ids, num_given)
+        num_draft_tokens = num_valid_drafts(token_ids, num_tokens)
     active = (num_draft_tokens >= 0) & temperature.valid
     # Each of the b earlier requests has one target row more than drafts.
     return Request(

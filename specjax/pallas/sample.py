@@ -163,9 +163,9 @@ def sample_reduce_kernel(
             threefry, dtype = make_threefry(interpret), out.gumbels.dtype
             at = _address(arrays, b, threefry)
             first = _first_block(arrays)
-            own = split * count
-            noise = draw_noise(at, own if first is None else own + first, count, dtype, threefry)
-            block = own + jax.lax.iota(jnp.int32, count)
+            base = split * count
+            noise = draw_noise(at, base if first is None else base + first, count, dtype, threefry)
+            block = base + jax.lax.iota(jnp.int32, count)
             plgpu.store(out.gumbels.at[b, block], noise.gumbels)
 
 

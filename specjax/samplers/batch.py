@@ -24,7 +24,7 @@ from specjax.types import Verification
 __all__ = [
     "broadcast_requests",
     "empty_verification",
-    "may_run_kernels",
+    "kernels_available",
     "once_per_request",
     "resize_tokens",
     "verify_over_mesh",
@@ -103,7 +103,7 @@ def verify_over_mesh(
     """
     size, num_rows = arrays.target_logits.shape[:2]
     rows = logit_rows(arrays.target_logits, split)
-    if not _reads_parts(arrays, rows.vocab_size, options):
+    if not _supports_sharded_vocab(arrays, rows.vocab_size, options):
         # The one place where rows are gathered.
         rows = rows.gather(placement)
     arrays = arrays._replace(target_logits=rows.logits, draft_logits=rows.fit(arrays.draft_logits))
@@ -132,7 +132,7 @@ def verify_over_mesh(
     return jax.tree.map(lambda x: x[:size], verification)
 
 
-def _reads_parts(arrays: VerifyArrays, vocab_size: int, options: CallOptions) -> bool:
+def _supports_sharded_vocab(arrays: VerifyArrays, vocab_size: int, options: CallOptions) -> bool:
     """Returns whether a verification takes rows whose vocabulary lies over devices."""
     is_plain = (
         options.custom_rule is None and arrays.token_map is None and arrays.draft_rows is None
@@ -169,7 +169,7 @@ def _verifier(arrays: VerifyArrays, options: CallOptions) -> Callable[[VerifyArr
     """Returns the function that verifies flat rows: the reference or the kernels."""
     cpu_alone = is_for_cpu_alone(options.implementation)
     missing = _missing_of_verification(arrays, options)
-    if not may_run_kernels(options, arrays.target_logits.shape[1], missing):
+    if not kernels_available(options, arrays.target_logits.shape[1], missing):
         return functools.partial(_verify_by_reference, options=options, cpu_alone=cpu_alone)
     from specjax.pallas.verify import verify_rows
 
@@ -180,7 +180,7 @@ def _verifier(arrays: VerifyArrays, options: CallOptions) -> Callable[[VerifyArr
     return choose_implementation(options.implementation, reference, kernels)
 
 
-def may_run_kernels(options: CallOptions, width: int, missing: str | None = None) -> bool:
+def kernels_available(options: CallOptions, width: int, missing: str | None = None) -> bool:
     """Returns whether a call may run on the kernels; a name that they cannot follow is refused.
 
     Args:

@@ -15,7 +15,7 @@ from specjax.devices.placement import pvary_like
 from specjax.devices.rows import LogitRows, logit_rows
 from specjax.devices.vocabulary_split import parse_split
 from specjax.implementation import choose_implementation
-from specjax.samplers.batch import broadcast_requests, may_run_kernels
+from specjax.samplers.batch import broadcast_requests, kernels_available
 from specjax.types import Sample
 
 __all__ = ["gumbel_sample", "sample_batch", "sample_shard"]
@@ -129,7 +129,7 @@ def sample_shard(arrays: SampleArrays, *, options: CallOptions) -> Sample:
 def _sampler(width: int, options: CallOptions) -> Callable[[SampleArrays], Sample]:
     """Returns the function that draws: the reference or the kernels."""
     reference = functools.partial(_sample_by_reference, options=options)
-    if not may_run_kernels(options, width):
+    if not kernels_available(options, width):
         return reference
     from specjax.pallas.split.sample import choose_sampler
 

@@ -325,20 +325,20 @@ def _describe_arguments(
     return described
 
 
-def _check_arrays(given: dict[str, str], compiled: dict[str, str]) -> None:
+def _check_arrays(call: dict[str, str], compiled: dict[str, str]) -> None:
     """Refuses a call whose arrays are others than programs are compiled for.
 
     Args:
-      given: name -> dtype and shape, of the call.
+      call: name -> dtype and shape, of the call.
       compiled: name -> dtype and shape, of the programs.
 
     Raises:
       ValueError: for the first name that differs.
     """
-    for name in compiled | given:
-        if given.get(name) != compiled.get(name):
+    for name in compiled | call:
+        if call.get(name) != compiled.get(name):
             raise ValueError(
-                f"{name} is {given.get(name, 'absent')}; these programs are compiled for "
+                f"{name} is {call.get(name, 'absent')}; these programs are compiled for "
                 f"{compiled.get(name, 'calls without it')}."
             )
 
@@ -358,20 +358,20 @@ def _list_functions(**models: Any) -> JsonObject:
     }
 
 
-def _check_functions(given: Mapping[str, object], compiled: Mapping[str, object]) -> None:
+def _check_functions(call: Mapping[str, object], compiled: Mapping[str, object]) -> None:
     """Refuses a call with other functions of models than programs are compiled with.
 
     Args:
-      given: from `_list_functions`, of the call.
+      call: from `_list_functions`, of the call.
       compiled: from `_list_functions`, of the programs.
 
     Raises:
       ValueError: for the first name that differs.
     """
     for name, value in compiled.items():
-        if given[name] != value:
+        if call[name] != value:
             was = "another function" if callable(value) else repr(value)
             raise ValueError(
-                f"{name} is {given[name]!r}, and {was} is compiled in; call with the models that "
+                f"{name} is {call[name]!r}, and {was} is compiled in; call with the models that "
                 "were compiled, or with others of their functions."
             )

@@ -36,7 +36,7 @@ __all__ = [
 
 _FORMAT = "specjax.CompiledGenerate 2"
 _START = b'{"format": "specjax.CompiledGenerate'
-_MOST_HEADER_BYTES = 2**26
+_MAX_HEADER_BYTES = 2**26
 _DIGEST_BYTES = 32
 
 
@@ -147,7 +147,7 @@ def read_programs(path: str | os.PathLike[str]) -> tuple[JsonObject, list[SavedP
         start = file.read(len(_START))
         if start != _START:
             raise ValueError(f"{path} holds no compiled programs of specjax.")
-        line = start + file.readline(_MOST_HEADER_BYTES)
+        line = start + file.readline(_MAX_HEADER_BYTES)
         try:
             header = json.loads(line)
             made_by = {"file format": header["format"], **header["made_by"]}

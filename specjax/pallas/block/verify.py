@@ -232,8 +232,8 @@ def _store_masses(
         drafted_block, _ = divmod_i32(jnp.maximum(drafted.token_id, 0), SAMPLING_BLOCK)
         token_id = block_token_ids(drafted_block)
         probs = exp_scaled(prefix.row.logprobs(token_id))
-        rest = jnp.sum(jnp.where(token_id == drafted.token_id, 0, probs))
-        return jnp.log(jnp.where(block == drafted_block, rest, masses)) + log_rho
+        undrafted_mass = jnp.sum(jnp.where(token_id == drafted.token_id, 0, probs))
+        return jnp.log(jnp.where(block == drafted_block, undrafted_mass, masses)) + log_rho
 
     # With a one-hot draft, or a draft row that is not a distribution: rho p without the token.
     log_masses = jax.lax.cond(drafted.one_hot, exclude_draft, lambda: sampled_log_masses)

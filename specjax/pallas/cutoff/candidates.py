@@ -146,11 +146,11 @@ def _prefix_sums(
     holds_one: jax.Array, holds_several: jax.Array
 ) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]:
     """Returns the prefix sums of both bool[N], and both sums; at once where an i32 holds both."""
-    ones, others = holds_one.astype(jnp.int32), holds_several.astype(jnp.int32)
+    singles, multiples = holds_one.astype(jnp.int32), holds_several.astype(jnp.int32)
     if holds_one.shape[0] >= _COUNT_RADIX:
-        (before_ones, num_ones), (before_others, num_others) = map(_prefix_sum, (ones, others))
-        return (before_ones, before_others), (num_ones, num_others)
-    sums = _prefix_sum(ones + others * _COUNT_RADIX)
+        num_before, num = zip(_prefix_sum(singles), _prefix_sum(multiples), strict=True)
+        return num_before, num
+    sums = _prefix_sum(singles + multiples * _COUNT_RADIX)
     num_before, num = (divmod_i32(counts, _COUNT_RADIX)[::-1] for counts in sums)
     return num_before, num
 

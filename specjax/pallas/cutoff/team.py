@@ -178,8 +178,8 @@ def reduce_shares(
         share = team.rank + number * team.size
         plgpu.store(sums.at[b, slot, share, pivot], ask(share))
 
-    num_own = jax.lax.div(jnp.int32(NUM_SHARES - 1) - team.rank, team.size) + jnp.int32(1)
-    jax.lax.fori_loop(jnp.int32(0), num_own, store, None)
+    num_member_shares = jax.lax.div(jnp.int32(NUM_SHARES - 1) - team.rank, team.size) + jnp.int32(1)
+    jax.lax.fori_loop(jnp.int32(0), num_member_shares, store, None)
     _wait_for_all(counters, b, team, interpret)
     share = jax.lax.iota(jnp.int32, NUM_SHARES)
     return merge(plgpu.load(sums.at[b, slot, share[:, None], pivot[None]]))

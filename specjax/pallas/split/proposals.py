@@ -124,7 +124,7 @@ def _propose(rows: Any, prefix: AcceptedPrefix, residual_log_masses: Any) -> _Ca
     def load_row() -> jax.Array:
         return row_block_logprobs(rows, prefix)
 
-    def load_rest() -> jax.Array:
+    def load_row_without_draft() -> jax.Array:
         if drafted is None:
             return load_row()
         vocab_size = schedule.vocab_size(arrays)
@@ -151,9 +151,9 @@ def _propose(rows: Any, prefix: AcceptedPrefix, residual_log_masses: Any) -> _Ca
         return draw_token(prefix.row, load_row(), noise, lambda _, logprobs: logprobs)
 
     log_masses = (
-        load_rest()
+        load_row_without_draft()
         if residual_log_masses is None
-        else jax.lax.cond(prefix.from_residual, load_residual, load_rest)
+        else jax.lax.cond(prefix.from_residual, load_residual, load_row_without_draft)
     )
     mass, draw = jnp.sum(exp_scaled(log_masses)), draw_token(prefix.row, log_masses, noise, weigh)
     none = draw._replace(score=jnp.full_like(draw.score, -jnp.inf))

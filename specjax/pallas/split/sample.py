@@ -68,11 +68,11 @@ def sample_split(arrays: SampleArrays, options: CallOptions, split: VocabularySp
       split: of the vocabulary.
     """
     num_rows, width = arrays.logits.shape
-    own = arrays._replace(first_token=first_token_of(width, split))
+    shard = arrays._replace(first_token=first_token_of(width, split))
     # All operands of a kernel must vary over the same axes.
-    own = pvary_like(own, own)
+    shard = pvary_like(shard, shard)
     values = output((num_rows, len((_MAX, _SUM, _TOKEN, _LOGIT, _SCORE))))
-    operands = (own, reduce_rows(own, options))
+    operands = (shard, reduce_rows(shard, options))
     proposals = launch_draw(split_sample_kernel, operands, values, options)
     gathered = jax.lax.all_gather(proposals, split.axis_name, to="invarying")
     return _choose(gathered, arrays.temperature)
@@ -176,16 +176,16 @@ def compare_draws(arrays: VerifyArrays, drawn: Sample, options: CallOptions) -> 
     """
     k = options.max_draft_tokens
     i = jnp.arange(k + 1, dtype=jnp.int32)[None]
-    token_ids, num_given = arrays.token_ids, arrays.num_tokens
+    token_ids, num_tokens = arrays.token_ids, arrays.num_tokens
     if arrays.cu_num_draft_tokens is not None:
         starts = arrays.cu_num_draft_tokens[:-1]
         counts = jnp.maximum(arrays.cu_num_draft_tokens[1:] - starts, 0)
-        num_given = counts if num_given is None else jnp.minimum(num_given, counts)
+        num_tokens = counts if num_tokens is None else jnp.minimum(num_tokens, counts)
         token_ids = jnp.take(token_ids, starts[:, None] + i[:, :k], mode="clip")
     last_row = arrays.target_logits.shape[0] - 1
     # The row of each request at each position, up to its bonus row.
     rows = jnp.minimum(_first_rows(arrays, k)[:, None] + i, last_row)
-    num_tokens = num_valid_drafts(token_ids, num_given)
+    num_tokens = num_valid_drafts(token_ids, num_tokens)
     tokens, logprobs = drawn.token_ids[rows], drawn.logprobs[rows]
     greedy = parse_temperature(arrays.temperature).greedy[:, None]
     if not options.greedy_logprobs:

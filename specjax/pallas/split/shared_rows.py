@@ -93,8 +93,8 @@ class _StridedRef:
     def __getitem__(self, index: tuple[jax.Array, jax.Array]) -> Any:
         row, tile = index
         num_tiles = jnp.full_like(tile, self._num_tiles)
-        device, own = jax.lax.div(tile, num_tiles), jax.lax.rem(tile, num_tiles)
-        return self._values.at[device, row, own + self._first]
+        device, column = jax.lax.div(tile, num_tiles), jax.lax.rem(tile, num_tiles)
+        return self._values.at[device, row, column + self._first]
 
     def __setitem__(self, index: tuple[jax.Array, jax.Array], value: jax.Array) -> None:
         row, tile = index

@@ -80,7 +80,7 @@ def verify_request(
         return couple_request(rows, only_maxima)
     custom = rule if isinstance(rule, Rule) else None
 
-    def by_token() -> tuple[AcceptedPrefix, jax.Array]:
+    def token_prefix() -> tuple[AcceptedPrefix, jax.Array]:
         state = _accept_prefix(rows, custom, only_maxima)
         return state.prefix, state.logprobs
 
@@ -88,14 +88,14 @@ def verify_request(
         request, drafted = rows.request, drafted_tokens(rows)
 
         def with_rho() -> tuple[AcceptedPrefix, jax.Array]:
-            prefix, logprobs = by_token()
+            prefix, logprobs = token_prefix()
             return prefix._replace(log_rho=pvary_like(jnp.float32(0), request)), logprobs
 
         prefix, logprobs = jax.lax.cond(
             is_block_request(request, drafted), lambda: accept_block_prefix(rows, drafted), with_rho
         )
     else:
-        prefix, logprobs = by_token()
+        prefix, logprobs = token_prefix()
     draw = next_token if custom is None else functools.partial(next_token_by_rule, custom)
     token, logprob = draw(rows, prefix)
     return emit(rows, prefix.num_accepted, prefix.row, token, logprob, logprobs)
@@ -215,7 +215,7 @@ def verify_batch(arrays: VerifyArrays, options: CallOptions, cpu_alone: bool) ->
             return verified
         return verified._replace(logprobs=jnp.where(greedy, jnp.float32(0), verified.logprobs))
 
-    def side_by_side(requests: Request) -> Verification:
+    def vmapped(requests: Request) -> Verification:
         if options.rule == BLOCK:
             # A few at once: each holds several rows of float32.
             return jax.lax.map(one, requests, batch_size=_BLOCK_REQUESTS)
@@ -226,9 +226,9 @@ def verify_batch(arrays: VerifyArrays, options: CallOptions, cpu_alone: bool) ->
             # One request is no batch: tracing a map and a batched loop takes three times as long.
             verification = one(jax.tree.map(lambda x: x[0], requests))
             return jax.tree.map(lambda x: x[None], verification)
-        in_turn = functools.partial(jax.lax.map, one)
+        mapped = functools.partial(jax.lax.map, one)
         if cpu_alone:
-            return in_turn(requests)
-        return jax.lax.platform_dependent(requests, cpu=in_turn, default=side_by_side)
+            return mapped(requests)
+        return jax.lax.platform_dependent(requests, cpu=mapped, default=vmapped)
 
-    return target.read(lambda: by_device(requests), lambda: side_by_side(requests))
+    return target.read(lambda: by_device(requests), lambda: vmapped(requests))

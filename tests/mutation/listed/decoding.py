@@ -98,7 +98,7 @@ MUTATIONS = (
     ),
     Mutation(
         "specjax.decode.propose._draw_tokens",
-        "not _is_on_a_mesh((carry, token_ids, keys))",
+        "not _is_sharded((carry, token_ids, keys))",
         "True",
         drafts("test_proposals_of_arrays_over_explicit_axes_are_the_same"),
         "a proposal of requests over an explicit axis is refused",

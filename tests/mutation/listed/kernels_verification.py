@@ -441,8 +441,8 @@ MUTATIONS = (
     ),
     Mutation(
         f"{_PALLAS}sample.sample_reduce_kernel",
-        "own = split * count",
-        "own = split * 0",
+        "base = split * count",
+        "base = split * 0",
         sample_kernels("test_noise_in_parts_or_in_none_draws_the_reference_s_samples[4]"),
         "every part of the noise is the first",
     ),

@@ -91,7 +91,7 @@ MUTATIONS = (
     ),
     Mutation(
         "specjax.devices.placement.with_auto_axes",
-        "_with_axis_types(operands, own)",
+        "_with_axis_types(operands, auto_mesh)",
         "operands",
         split_models("test_calls_inside_explicit_axes_give_arrays_of_these_axes"),
         "prompts of explicit axes are traced with a model of Auto ones",
