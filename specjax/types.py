@@ -8,7 +8,7 @@ tokens of each request, `E` hidden, `V` vocabulary, `A` taps.
 import dataclasses
 import json
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.export
@@ -28,7 +28,20 @@ _FIELDS_OF_Q = ("logits", "temperature", "logprobs", "logsumexp", "cutoff", "row
 
 
 @dataclasses.dataclass(frozen=True)
-class Draft:
+class _DraftMethods:
+    """Copies of a `Draft` or `RaggedDraft` with other fields."""
+
+    def replace(self, **fields: Any) -> Self:
+        """Returns the draft with other values of some fields."""
+        return dataclasses.replace(self, **fields)
+
+    def without_q(self) -> Self:
+        """Returns the draft's tokens and their numbers alone, which coupled sampling reads."""
+        return self.replace(**dict.fromkeys(_FIELDS_OF_Q))
+
+
+@dataclasses.dataclass(frozen=True)
+class Draft(_DraftMethods):
     """Drafted tokens of a batch and the logits that they were sampled from; a pytree.
 
     Attributes:
@@ -70,17 +83,9 @@ class Draft:
     token_map: jax.Array | None = None
     on_target_stream: bool = False
 
-    def replace(self, **fields: Any) -> "Draft":
-        """Returns the draft with other values of some fields."""
-        return dataclasses.replace(self, **fields)
-
-    def without_q(self) -> "Draft":
-        """Returns the draft's tokens and their numbers alone, which coupled sampling reads."""
-        return self.replace(**dict.fromkeys(_FIELDS_OF_Q))
-
 
 @dataclasses.dataclass(frozen=True)
-class RaggedDraft:
+class RaggedDraft(_DraftMethods):
     """Drafted tokens of all requests laid end to end; a pytree.
 
     Request r owns drafted rows ``cu[r]:cu[r + 1]`` and target rows
@@ -126,14 +131,6 @@ class RaggedDraft:
     rows: jax.Array | None = None
     token_map: jax.Array | None = None
     on_target_stream: bool = False
-
-    def replace(self, **fields: Any) -> "RaggedDraft":
-        """Returns the draft with other values of some fields."""
-        return dataclasses.replace(self, **fields)
-
-    def without_q(self) -> "RaggedDraft":
-        """Returns the draft's tokens and their numbers alone, which coupled sampling reads."""
-        return self.replace(**dict.fromkeys(_FIELDS_OF_Q))
 
 
 def _register(kind: type, *static: str) -> None:

@@ -198,11 +198,9 @@ def write_result(prefix: AcceptedPrefix, draw: Callable[[], Draw] | None, out: A
     """Writes a request's accepted drafted tokens and the token after them, if one is emitted.
 
     Args:
-      arrays: the call's arrays.
       prefix: the accepted prefix.
       draw: draws the token after it; None where the request is known to be greedy.
       out: references of the `Verification`.
-      schedule: of the launch.
     """
     result, b = verification_of(prefix, draw), prefix.request.b
     i = jax.lax.iota(jnp.int32, result.token_ids.shape[0])

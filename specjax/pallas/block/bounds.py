@@ -21,7 +21,7 @@ from specjax.core.gumbel_max import first_argmax
 from specjax.core.logsumexp import LogNormalizer, block_logprobs, exp_scaled
 from specjax.core.noise import SAMPLING_BLOCK
 from specjax.core.residual import residual_probs
-from specjax.pallas.block.judge import JudgedRequest, needs_residual
+from specjax.pallas.block.judge import JudgedRequest, longest_below, needs_residual
 from specjax.pallas.blocks import Partials, load_some_blocks
 from specjax.pallas.gumbel_max import num_padded_blocks
 from specjax.pallas.launch import cond_or, make_exp2, reduce_where
@@ -37,17 +37,14 @@ def bound_open(judged: JudgedRequest, partials: Partials, is_own: jax.Array) -> 
     Prefixes shorter than an accepted one are not bounded: the longest accepted prefix counts.
 
     Args:
-      arrays: the call's arrays.
       judged: the request.
       partials: of the target rows.
       is_own: bool[N], the prefixes that this program bounds.
-      schedule: of the launch.
     """
     i, k = jax.lax.iota(jnp.int32, judged.status.shape[0]), judged.request.schedule.max_draft_tokens
 
     def next_open(status: jax.Array, below: jax.Array) -> jax.Array:
-        is_open = is_own & needs_residual(status, i) & (status == OPEN) & (i < below)
-        return jnp.max(jnp.where(is_open, i, jnp.int32(-1)))
+        return longest_below(is_own & needs_residual(status, i) & (status == OPEN), i, below)
 
     def bound(state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         status, j = state

@@ -30,7 +30,7 @@ from specjax.pallas.load_request import DraftedToken, Request, Schedule
 from specjax.pallas.next_token import AcceptedPrefix
 from specjax.pallas.target_rows import AcceptanceResult, evaluate_acceptance
 
-__all__ = ["JudgedRequest", "judge_request", "needs_residual"]
+__all__ = ["JudgedRequest", "judge_request", "longest_below", "needs_residual"]
 
 
 class JudgedRequest(NamedTuple):
@@ -129,3 +129,8 @@ def needs_residual(status: jax.Array, i: jax.Array) -> jax.Array:
     """Returns which prefixes' residuals are read, bool[N]: the longest accepted and open ones."""
     longest = jnp.max(jnp.where(status == ACCEPTED, i, jnp.int32(0)))
     return (status != REJECTED) & (i >= longest)
+
+
+def longest_below(mask: jax.Array, i: jax.Array, end: jax.Array) -> jax.Array:
+    """Returns the largest index i32[] below `end` where bool[N] is True; -1 if there is none."""
+    return jnp.max(jnp.where(mask & (i < end), i, jnp.int32(-1)))

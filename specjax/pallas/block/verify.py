@@ -27,7 +27,7 @@ from specjax.core.logsumexp import block_logprobs, exp_scaled
 from specjax.core.noise import SAMPLING_BLOCK
 from specjax.pallas.block.bonus_row import add_bonus_row, reduce_bonus_row
 from specjax.pallas.block.bounds import bound_open
-from specjax.pallas.block.judge import judge_request, needs_residual
+from specjax.pallas.block.judge import judge_request, longest_below, needs_residual
 from specjax.pallas.block.request_status import (
     JudgedArrays,
     judged_shape,
@@ -196,14 +196,11 @@ def block_residual_kernel(
     bonus_partials = out.partials
     assert bonus_partials is not None
 
-    def longest_needed(below: jax.Array) -> jax.Array:
-        return jnp.max(jnp.where(reads & (i < below), i, jnp.int32(-1)))
-
     def store_and_shorten(j: jax.Array) -> jax.Array:
         store_masses(prefix_of(j))
-        return longest_needed(j)
+        return longest_below(reads, i, j)
 
-    jax.lax.while_loop(lambda j: j >= 0, store_and_shorten, longest_needed(jnp.int32(k)))
+    jax.lax.while_loop(lambda j: j >= 0, store_and_shorten, longest_below(reads, i, jnp.int32(k)))
 
     request = load_request(arrays, b, schedule)
 
@@ -262,15 +259,12 @@ def _find_longest(
     is_open = needs_residual(status, i) & (status == OPEN)
     accepted = jnp.max(jnp.where(status == ACCEPTED, i, jnp.int32(0)))
 
-    def next_open(below: jax.Array) -> jax.Array:
-        return jnp.max(jnp.where(is_open & (i < below), i, jnp.int32(-1)))
-
     def test(state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         j, longest = state
         mass = jnp.sum(exp_scaled(load_padded(log_masses, b * k + j, -jnp.inf)))
         is_accepted = accept_block(judged.uniform[b, j], judged.log_rho[b, j], mass)
-        following = jnp.where(is_accepted, jnp.int32(-1), next_open(j))
+        following = jnp.where(is_accepted, jnp.int32(-1), longest_below(is_open, i, j))
         return following, jnp.where(is_accepted, j, longest)
 
-    state = (next_open(jnp.int32(k)), accepted)
+    state = (longest_below(is_open, i, jnp.int32(k)), accepted)
     return jax.lax.while_loop(lambda state: state[0] >= 0, test, state)[1]
