@@ -6,6 +6,7 @@ One type holds the arrays of each kind of call, and one the options that are com
 import dataclasses
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
@@ -18,12 +19,15 @@ from specjax.types import Draft, RaggedDraft
 
 __all__ = [
     "CallOptions",
+    "FlatBatch",
     "Options",
     "SampleArrays",
     "TreeArrays",
-    "VerifyArrays",
+    "VerifyInputs",
     "check_options",
     "check_whole_rows",
+    "cumulative_counts",
+    "flatten",
 ]
 
 
@@ -143,7 +147,7 @@ class SampleArrays(NamedTuple):
       stream: i32[B].
       temperature: f32[B].
       cutoff: f32[B], or None.
-      first_token: as in `VerifyArrays`.
+      first_token: as in `FlatBatch`.
     """
 
     logits: Any
@@ -155,38 +159,66 @@ class SampleArrays(NamedTuple):
     first_token: Any = None
 
 
-class VerifyArrays(NamedTuple):
-    """Arrays of a verification, or in a kernel the references to them.
+class VerifyInputs(NamedTuple):
+    """What a verification is called with: requests, or a shard of them.
 
     A public call passes typed keys and per-request values, each [B] or (). `once_per_request`
-    makes them [B], and the keys words. Rows of logits are flat, [R, V], from `verify_shard` on;
-    token arrays [B, K] are flat, [B * K], in kernels. Without drafts, K = 0, the arrays of drafts
-    are None.
+    makes them [B], and the keys words. Rows and drafted tokens are [B, K, ...] with a `Draft`, and
+    laid end to end with a `RaggedDraft`.
 
     Attributes:
+      draft: its `token_ids` are None without drafts, K = 0.
       target_logits: [B, K + 1, V], or ragged [N + B, V].
       target_cutoff: f32 of the rows of `target_logits`, or None.
-      draft_logits: [S, K, V_d], or ragged [S, V_d]; None where every draft is one-hot.
-      token_ids: i32[B, K], or ragged i32[N].
-      draft_logprobs: f32 like `token_ids`, or None.
-      draft_logsumexp: f32 like `token_ids`, or None.
-      draft_cutoff: f32 like `token_ids`, or None.
-      draft_temperature: f32[B]; None for the request's own.
-      num_tokens: i32[B], drafted tokens of each request, or None.
-      draft_rows: i32[B], the index in [0, S) of each request's rows of `draft_logits`; ragged:
-        i32[N], the row of each token. None for the request's or token's own index.
-      cu_num_draft_tokens: i32[B + 1] of a ragged batch, else None.
       keys: u32[B, 2].
       positions: i32[B].
       temperature: f32[B].
       conditional_rates: f32[B, K], or None.
       bonus_token_ids: i32[B], or None.
-      token_map: i32[V_d] of a public call, the target's id of every draft id, or None.
-      draft_ids: i32[V], its inverse, which `once_per_request` makes: the draft id of every token of
-        the target, V_d where the draft has none. None where the ids are the same.
-      first_token: i32[1], in the kernels of a split vocabulary: the id of the first token that this
-        device has. Where the vocabulary is padded i32[2], with the number of its tokens. None
-        stands for whole rows.
+      draft_ids: i32[V], which `once_per_request` makes of `draft.token_map`: the draft id of every
+        token of the target, V_d where the draft has none. None where the ids are the same.
+    """
+
+    draft: Draft | RaggedDraft
+    target_logits: Any
+    target_cutoff: Any
+    keys: Any
+    positions: Any
+    temperature: Any
+    conditional_rates: Any = None
+    bonus_token_ids: Any = None
+    draft_ids: Any = None
+
+
+class FlatBatch(NamedTuple):
+    """Arrays of the kernels of verification, or in a kernel the references to them.
+
+    The rows of all requests are laid end to end, and so are their drafted tokens. Request b has
+    the tokens from b K on and the target rows from b (K + 1) on, unless cumulative counts say
+    others. Without drafts, K = 0, the arrays of drafts are None.
+
+    Attributes:
+      target_logits: [R, V]; R is N + B.
+      target_cutoff: f32[R], or None.
+      draft_logits: [S, V_d]; None where every draft is one-hot.
+      token_ids: i32[N].
+      draft_logprobs: f32[N], or None.
+      draft_logsumexp: f32[N], or None.
+      draft_cutoff: f32[N], or None.
+      draft_temperature: f32[B]; None for the request's own.
+      num_tokens: i32[B], drafted tokens of each request, or None.
+      draft_rows: i32[B], where request b's K rows of `draft_logits` lie: from `draft_rows[b]` K on.
+        With cumulative counts i32[N], the row of each token. None for the order of the tokens.
+      cu_num_draft_tokens: i32[B + 1], or None where every request has room for K tokens.
+      keys: u32[B, 2].
+      positions: i32[B].
+      temperature: f32[B].
+      conditional_rates: f32[B, K], or None.
+      bonus_token_ids: i32[B], or None.
+      draft_ids: i32[V], as in `VerifyInputs`, or None.
+      first_token: i32[1], of a split vocabulary: the id of the first token that this device has.
+        Where the vocabulary is padded i32[2], with the number of its tokens. None stands for whole
+        rows.
       shared: what devices have told each other of their rows, `pallas.split.shared_rows`; or None.
     """
 
@@ -206,60 +238,43 @@ class VerifyArrays(NamedTuple):
     temperature: Any
     conditional_rates: Any
     bonus_token_ids: Any
-    token_map: Any = None
-    draft_ids: Any = None
+    draft_ids: Any
     first_token: Any = None
     shared: Any = None
 
     @classmethod
-    def from_draft(
-        cls,
-        draft: Draft | RaggedDraft,
-        target_logits: Any,
-        *,
-        keys: Any,
-        positions: Any,
-        temperature: Any,
-        cutoff: Any = None,
-        conditional_rates: Any = None,
-        bonus_token_ids: Any = None,
-    ) -> "VerifyArrays":
-        """Returns the arrays of a public call from its arguments, under their public names."""
+    def from_inputs(cls, inputs: VerifyInputs) -> "FlatBatch":
+        """Returns the flat batch of what `once_per_request` returns."""
+        draft = inputs.draft
         return cls(
-            target_logits=target_logits,
-            target_cutoff=cutoff,
-            draft_logits=draft.logits,
-            token_ids=draft.token_ids,
-            draft_logprobs=draft.logprobs,
-            draft_logsumexp=draft.logsumexp,
-            draft_cutoff=draft.cutoff,
+            target_logits=flatten(inputs.target_logits, 1),
+            target_cutoff=flatten(inputs.target_cutoff),
+            draft_logits=flatten(draft.logits, 1),
+            token_ids=flatten(draft.token_ids),
+            draft_logprobs=flatten(draft.logprobs),
+            draft_logsumexp=flatten(draft.logsumexp),
+            draft_cutoff=flatten(draft.cutoff),
             draft_temperature=draft.temperature,
             num_tokens=draft.num_tokens,
             draft_rows=draft.rows,
-            cu_num_draft_tokens=draft.cu_num_draft_tokens
-            if isinstance(draft, RaggedDraft)
-            else None,
-            keys=keys,
-            positions=positions,
-            temperature=temperature,
-            conditional_rates=conditional_rates,
-            bonus_token_ids=bonus_token_ids,
-            token_map=draft.token_map,
+            cu_num_draft_tokens=cumulative_counts(draft),
+            keys=inputs.keys,
+            positions=inputs.positions,
+            temperature=inputs.temperature,
+            conditional_rates=inputs.conditional_rates,
+            bonus_token_ids=inputs.bonus_token_ids,
+            draft_ids=inputs.draft_ids,
         )
 
-    def without_drafts(self) -> "VerifyArrays":
-        """Returns the arrays of a batch that has no drafted tokens."""
-        return self._replace(
-            draft_logits=None,
-            token_ids=None,
-            draft_logprobs=None,
-            draft_logsumexp=None,
-            draft_cutoff=None,
-            draft_temperature=None,
-            draft_rows=None,
-            conditional_rates=None,
-            token_map=None,
-        )
+
+def flatten(values: Any, num_axes: int = 0) -> Any:
+    """Returns an array with all axes but the last `num_axes` made one; None for None."""
+    return None if values is None else values.reshape(-1, *values.shape[values.ndim - num_axes :])
+
+
+def cumulative_counts(draft: Draft | RaggedDraft) -> jax.Array | None:
+    """Returns the cumulative counts i32[B + 1] of a ragged draft, None of a padded one."""
+    return draft.cu_num_draft_tokens if isinstance(draft, RaggedDraft) else None
 
 
 class TreeArrays(NamedTuple):

@@ -23,7 +23,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from specjax.call_arrays import CallOptions, VerifyArrays
+from specjax.call_arrays import CallOptions, VerifyInputs
 from specjax.core.rule import COUPLED, static_rule
 from specjax.decode.commit import Origin, append, append_emitted
 from specjax.decode.draft_step import discard_incompatible_draft, draft_next
@@ -169,20 +169,20 @@ def verify_pending(state: DecodeState, rows: TargetRows, options: StepOptions) -
     if rule == COUPLED:
         # It compares drafted tokens with the target's own draws: draft probabilities are not read.
         draft = draft.without_q()
-    arrays = VerifyArrays.from_draft(
+    inputs = VerifyInputs(
         draft,
         rows.logits,
+        rows.cutoff,
         keys=settings.keys,
         positions=state.lengths,
         temperature=settings.temperature,
-        cutoff=rows.cutoff,
         conditional_rates=settings.conditional_rates if k else None,
     )
     # With a placement, the rows lie over the devices of a mesh.
     if rows.placement is None:
-        verification = verify_draft(arrays, options=call)
+        verification = verify_draft(inputs, options=call)
     else:
-        verification = verify_over_mesh(arrays, rows.placement, rows.split, options=call)
+        verification = verify_over_mesh(inputs, rows.placement, rows.split, options=call)
     return StepInfo(verification, count_drafted(state))
 
 

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from specjax.call_arrays import VerifyArrays
+from specjax.call_arrays import FlatBatch
 from specjax.core.gumbel_max import token_logprobs
 from specjax.core.logsumexp import LogNormalizer, row_statistics
 from specjax.core.noise import Stream
@@ -55,7 +55,7 @@ class _Drawn(NamedTuple):
     counters: Any
 
 
-def verify_coupled(arrays: VerifyArrays, schedule: Schedule) -> Verification:
+def verify_coupled(arrays: FlatBatch, schedule: Schedule) -> Verification:
     """Verifies a batch by coupled sampling, K >= 1, and returns the call's result."""
     if not schedule.is_small_batch:
         return schedule.launch(
@@ -136,7 +136,7 @@ def _draw_row(
 
 
 def coupled_draw_kernel(
-    operands: tuple[VerifyArrays, ReducedRows], out: _Drawn, *, schedule: Schedule
+    operands: tuple[FlatBatch, ReducedRows], out: _Drawn, *, schedule: Schedule
 ) -> None:
     """Draws the token of a target row; the last program of a request writes its result.
 
@@ -190,7 +190,7 @@ def _drawn_prefix(request: Request, drawn: _Drawn) -> tuple[AcceptedPrefix, Draw
 
 
 def coupled_write_kernel(
-    operands: tuple[VerifyArrays, VerifiedRows], out: Verification, *, schedule: Schedule
+    operands: tuple[FlatBatch, VerifiedRows], out: Verification, *, schedule: Schedule
 ) -> None:
     """Writes a request's accepted drafted tokens and the draw of its deciding row.
 

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from specjax.call_arrays import VerifyArrays
+from specjax.call_arrays import FlatBatch
 from specjax.core.gumbel_max import token_logprobs
 from specjax.core.logsumexp import row_logsumexp, row_statistics
 from specjax.pallas.blocks import (
@@ -29,7 +29,7 @@ class _Outputs(NamedTuple):
     counters: Any
 
 
-def add_draft_statistics(arrays: VerifyArrays, schedule: Schedule) -> VerifyArrays:
+def add_draft_statistics(arrays: FlatBatch, schedule: Schedule) -> FlatBatch:
     """Returns the arrays with `draft_logprobs` and `draft_logsumexp` of every drafted token."""
     num_rows = schedule.num_requests * schedule.max_draft_tokens
     vocab_size = arrays.draft_logits.shape[1]
@@ -49,7 +49,7 @@ def add_draft_statistics(arrays: VerifyArrays, schedule: Schedule) -> VerifyArra
 
 
 def draft_statistics_kernel(
-    operands: tuple[VerifyArrays, Any], out: _Outputs, *, schedule: Schedule
+    operands: tuple[FlatBatch, Any], out: _Outputs, *, schedule: Schedule
 ) -> None:
     """Writes logsumexp(x / τ) of a draft row and log q = x[token] / τ - logsumexp of its token.
 

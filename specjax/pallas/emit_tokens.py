@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from specjax.call_arrays import VerifyArrays
+from specjax.call_arrays import FlatBatch
 from specjax.core.temperature import parse_temperature
 from specjax.pallas.gumbel_max import Draw
 from specjax.pallas.launch import cond_or, divmod_i32, is_last_arrival
@@ -54,7 +54,7 @@ __all__ = [
 
 
 # The call's arrays, its reduced rows, and `masses_shape` of residuals or None.
-DrawOperands = tuple[VerifyArrays, Any, Any]
+DrawOperands = tuple[FlatBatch, Any, Any]
 
 
 class _ResidualOutputs(NamedTuple):
@@ -66,7 +66,7 @@ class _ResidualOutputs(NamedTuple):
 
 
 def emit_tokens(
-    arrays: VerifyArrays, rows: ReducedRows | VerifiedRows, schedule: Schedule
+    arrays: FlatBatch, rows: ReducedRows | VerifiedRows, schedule: Schedule
 ) -> Verification:
     """Launches the draws of recovered and bonus tokens, and returns the call's result.
 
@@ -110,7 +110,7 @@ def draw_next(
 
 
 def residual_mass_kernel(
-    operands: tuple[VerifyArrays, VerifiedRows], out: Any, *, schedule: Schedule
+    operands: tuple[FlatBatch, VerifiedRows], out: Any, *, schedule: Schedule
 ) -> None:
     """Writes log sum max(p - q, 0), or (m, l) of a rule's weights, per block of a residual's tile.
 
@@ -172,7 +172,7 @@ def _write_drawn(rows: Any, log_masses: Any, prefix: AcceptedPrefix, out: Verifi
 
 
 def residual_last_draw_kernel(
-    operands: tuple[VerifyArrays, VerifiedRows], out: _ResidualOutputs, *, schedule: Schedule
+    operands: tuple[FlatBatch, VerifiedRows], out: _ResidualOutputs, *, schedule: Schedule
 ) -> None:
     """Reduces a tile of a residual; the request's last program draws, and writes the result.
 
@@ -213,7 +213,7 @@ def residual_last_draw_kernel(
 
 
 def residual_draw_kernel(
-    operands: tuple[VerifyArrays, ReducedRows], out: _ResidualOutputs, *, schedule: Schedule
+    operands: tuple[FlatBatch, ReducedRows], out: _ResidualOutputs, *, schedule: Schedule
 ) -> None:
     """Draws a token from each tile of a residual; the last program writes the request's result.
 

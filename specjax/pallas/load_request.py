@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import triton as plgpu
 
-from specjax.call_arrays import CallOptions, VerifyArrays
+from specjax.call_arrays import CallOptions, FlatBatch
 from specjax.core.acceptance import is_one_hot, num_valid_drafts
 from specjax.core.logsumexp import LogNormalizer, normalizer_from_statistics
 from specjax.core.noise import Hash, Words, fold_in
@@ -90,11 +90,11 @@ class Schedule(NamedTuple):
         """Returns whether the schedule is that of a small batch, `KernelConfig.is_small_batch`."""
         return self.config.is_small_batch(self.num_requests)
 
-    def vocab_size(self, arrays: VerifyArrays) -> int:
+    def vocab_size(self, arrays: FlatBatch) -> int:
         """Returns V, of all devices together."""
         return logit_rows(arrays.target_logits, self.options.split).vocab_size
 
-    def num_tiles(self, arrays: VerifyArrays) -> int:
+    def num_tiles(self, arrays: FlatBatch) -> int:
         """Returns the number of tiles of a target row."""
         return self.tile.num_tiles(arrays.target_logits.shape[1])
 
@@ -156,7 +156,7 @@ class Request(NamedTuple):
       active: bool, whether it may emit tokens.
     """
 
-    arrays: VerifyArrays
+    arrays: FlatBatch
     schedule: Schedule
     b: jax.Array
     first_draft: jax.Array
@@ -259,7 +259,7 @@ def load_masked(values: Any, index: Any, mask: jax.Array) -> jax.Array:
     return plgpu.load(values.at[index], mask=mask, other=jnp.zeros((), values.dtype))
 
 
-def load_request(arrays: VerifyArrays, b: jax.Array, schedule: Schedule) -> Request:
+def load_request(arrays: FlatBatch, b: jax.Array, schedule: Schedule) -> Request:
     """Loads request b."""
     k = schedule.max_draft_tokens
     temperature = parse_temperature(arrays.temperature[b])
@@ -305,7 +305,7 @@ def locate_draft_row(request: Request, i: jax.Array, mask: jax.Array) -> DraftRo
     return DraftRow(row, parse_temperature(temperature), cutoff)
 
 
-def load_draft_ids(arrays: VerifyArrays, token_id: jax.Array) -> jax.Array:
+def load_draft_ids(arrays: FlatBatch, token_id: jax.Array) -> jax.Array:
     """Loads the draft ids of target ids of any shape; V_d where the draft has no such token."""
     if arrays.draft_ids is None:
         return token_id

@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import triton as plgpu
 
-from specjax.call_arrays import VerifyArrays
+from specjax.call_arrays import FlatBatch
 from specjax.core.gumbel_max import token_logprobs
 from specjax.core.logsumexp import LogNormalizer, block_logprobs, exp_scaled
 from specjax.core.noise import Stream, Words
@@ -118,11 +118,11 @@ class AcceptedPrefix(NamedTuple):
 
 
 # Returns the accepted prefix of a request from the call's arrays, its rows and its index.
-LoadPrefix = Callable[[VerifyArrays, Any, jax.Array, Schedule], AcceptedPrefix]
+LoadPrefix = Callable[[FlatBatch, Any, jax.Array, Schedule], AcceptedPrefix]
 
 
 def load_accepted_prefix(
-    arrays: VerifyArrays, rows: ReducedRows | VerifiedRows, b: jax.Array, schedule: Schedule
+    arrays: FlatBatch, rows: ReducedRows | VerifiedRows, b: jax.Array, schedule: Schedule
 ) -> AcceptedPrefix:
     """Returns the accepted prefix of request b.
 

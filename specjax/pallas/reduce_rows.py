@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from specjax.call_arrays import VerifyArrays
+from specjax.call_arrays import FlatBatch
 from specjax.core.noise import Stream
 from specjax.pallas.blocks import Partials, load_logits, partials_shape, store_partials
 from specjax.pallas.gumbel_max import draw_noise, num_padded_blocks
@@ -47,7 +47,7 @@ class ReducedRows(NamedTuple):
 
 
 def reduce_rows(
-    arrays: VerifyArrays, schedule: Schedule, every_row_draws: bool = False
+    arrays: FlatBatch, schedule: Schedule, every_row_draws: bool = False
 ) -> ReducedRows:
     """Launches the reduction of every target row.
 
@@ -80,7 +80,7 @@ def reduce_rows(
 
 
 def verify_reduce_kernel(
-    arrays: VerifyArrays, out: ReducedRows, *, schedule: Schedule, num_splits: int, triggers: bool
+    arrays: FlatBatch, out: ReducedRows, *, schedule: Schedule, num_splits: int, triggers: bool
 ) -> None:
     """Writes m_i = max x and l_i = sum exp((x - m_i) / τ) of every block of a tile of a target row.
 
@@ -116,7 +116,7 @@ def verify_reduce_kernel(
 
 
 def _reduce_tile(
-    arrays: VerifyArrays, out: ReducedRows, program: jax.Array, schedule: Schedule
+    arrays: FlatBatch, out: ReducedRows, program: jax.Array, schedule: Schedule
 ) -> None:
     """Reduces the tile of a program; a request's first program zeroes its counter."""
     num_tiles = schedule.num_tiles(arrays)
@@ -161,7 +161,7 @@ def _store_drafted(request: Request, i: jax.Array, shared: SharedRows) -> None:
 
 
 def _store_noise(
-    arrays: VerifyArrays, out: ReducedRows, program: jax.Array, num_splits: int, schedule: Schedule
+    arrays: FlatBatch, out: ReducedRows, program: jax.Array, num_splits: int, schedule: Schedule
 ) -> None:
     """Stores the Gumbels of a share of a row's blocks, unless the row's request is greedy."""
     index, split = divmod_i32(program, num_splits)

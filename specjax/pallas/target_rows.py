@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from specjax.call_arrays import VerifyArrays
+from specjax.call_arrays import FlatBatch
 from specjax.core.acceptance import accept_greedy, accept_random, accept_synthetic
 from specjax.core.gumbel_max import first_argmax, token_logprobs
 from specjax.core.logsumexp import LogNormalizer, row_statistics
@@ -147,7 +147,7 @@ Evaluate = Callable[[Request, jax.Array, Partials], AcceptanceResult]
 
 
 def accept_rows(
-    arrays: VerifyArrays, schedule: Schedule, evaluate: Evaluate = evaluate_acceptance
+    arrays: FlatBatch, schedule: Schedule, evaluate: Evaluate = evaluate_acceptance
 ) -> VerifiedRows:
     """Launches the reduction and evaluation of each request's rows up to its stop."""
     vocab_size = arrays.target_logits.shape[1]
@@ -172,7 +172,7 @@ def accept_rows(
 
 
 def verify_accept_kernel(
-    operands: tuple[VerifyArrays, Any], out: VerifiedRows, *, schedule: Schedule, evaluate: Evaluate
+    operands: tuple[FlatBatch, Any], out: VerifiedRows, *, schedule: Schedule, evaluate: Evaluate
 ) -> None:
     """Reduces a tile of a target row; the row's last program evaluates its drafted token.
 

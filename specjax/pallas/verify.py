@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from specjax.call_arrays import CallOptions, VerifyArrays
+from specjax.call_arrays import CallOptions, FlatBatch, VerifyInputs
 from specjax.core.logsumexp import LogNormalizer
 from specjax.core.noise import Stream, uniform
 from specjax.core.rule import BLOCK, COUPLED, RowValues, Rule, accepts, log_weights
@@ -46,28 +46,28 @@ from specjax.types import Verification
 __all__ = ["evaluate_by_rule", "log_weights_by_rule", "verify_rows"]
 
 
-def verify_rows(arrays: VerifyArrays, options: CallOptions) -> Verification:
+def verify_rows(inputs: VerifyInputs, options: CallOptions) -> Verification:
     """Verifies a batch.
 
     Args:
-      arrays: flat rows of logits; one key, position and temperature per request.
+      inputs: from `once_per_request`.
       options: static.
 
     Returns:
       `Verification`.
     """
     config = options.implementation.config(KernelConfig)
-    num_requests, vocab_size = arrays.temperature.shape[0], arrays.target_logits.shape[1]
+    num_requests, vocab_size = inputs.temperature.shape[0], inputs.target_logits.shape[-1]
     # A schedule is of one launch: each later launch replaces what differs, such as the tile.
     schedule = Schedule(num_requests, options, config.target_tile(num_requests, vocab_size))
     split = options.split
     # With K = 0 a request has one row. Every rule draws from it, by the standard rule's launches.
+    arrays = FlatBatch.from_inputs(inputs)
     if options.rule == COUPLED and options.max_draft_tokens:
         if split is None:
-            return verify_coupled(_flatten_drafts(arrays), schedule)
-        samples = target_samples(arrays, options.max_draft_tokens)
-        return compare_draws(arrays, sample_split(samples, options, split), options)
-    arrays = _flatten_drafts(arrays)
+            return verify_coupled(arrays, schedule)
+        samples = target_samples(inputs, options.max_draft_tokens)
+        return compare_draws(inputs, sample_split(samples, options, split), options)
     has_statistics = arrays.draft_logprobs is not None and arrays.draft_logsumexp is not None
     if arrays.draft_logits is not None and not has_statistics:
         tile = config.reduce_tile(
@@ -88,13 +88,6 @@ def verify_rows(arrays: VerifyArrays, options: CallOptions) -> Verification:
         rows = (reduce_rows if schedule.is_small_batch else accept_rows)(arrays, schedule)
     tile = config.residual_tile(num_requests, vocab_size)
     return emit_tokens(arrays, rows, schedule._replace(tile=tile))
-
-
-def _flatten_drafts(arrays: VerifyArrays) -> VerifyArrays:
-    """Returns the arrays with those of drafted tokens, [B, K], laid end to end."""
-    names = ("token_ids", "draft_logprobs", "draft_logsumexp", "draft_cutoff")
-    token_arrays = {name: getattr(arrays, name) for name in names}
-    return arrays._replace(**{k: x.reshape(-1) for k, x in token_arrays.items() if x is not None})
 
 
 def evaluate_by_rule(request: Request, i: jax.Array, partials: Partials) -> AcceptanceResult:

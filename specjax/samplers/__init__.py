@@ -5,12 +5,12 @@ token is drawn from norm(max(p - q, 0)), and a bonus token from p if all were ac
 
 The way of the data, for `rejection_sample`:
 
-1. `rejection_sample` checks its arguments once, and makes `VerifyArrays` and `CallOptions` of them.
-   A `RaggedDraft` is checked there, too, and goes its own way in `batch.verify_ragged`.
-2. `run_verification`, compiled, brings options to one per request (`batch.once_per_request`).
-3. `batch.verify_shard`, once per shard of the batch, makes logits flat rows, and calls one of:
+1. `rejection_sample` checks its arguments once, and makes `VerifyInputs` and `CallOptions` of them.
+   A `RaggedDraft` goes its own way, in `batch.verify_ragged`.
+2. `run_verification`, compiled, makes the inputs one per request (`batch.once_per_request`).
+3. `batch.verify_shard`, once per shard of the batch, calls one of:
 4. the reference (`reference.verify`, `reference.next_token`): `verify_request` for each `Request`;
-5. the kernels: `specjax.pallas.verify.verify_rows` on these arrays and options.
+5. the kernels: `specjax.pallas.verify.verify_rows`, which makes a `FlatBatch` of the inputs.
 
 `rules.coupled` goes the same way without draft logits: the reference is `couple_request`, which
 draws a target row's token and compares; on the kernels the last program of a row draws.

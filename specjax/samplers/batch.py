@@ -2,14 +2,13 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from specjax.call_arrays import CallOptions, SampleArrays, TreeArrays, VerifyArrays
+from specjax.call_arrays import CallOptions, SampleArrays, TreeArrays, VerifyInputs
 from specjax.core.noise import fold_in_rows
 from specjax.core.rule import BLOCK, COUPLED
 from specjax.core.token_map import invert_token_map
@@ -32,7 +31,7 @@ __all__ = [
     "verify_shard",
 ]
 
-_Arrays = TypeVar("_Arrays", VerifyArrays, SampleArrays, TreeArrays)
+_Arrays = TypeVar("_Arrays", VerifyInputs, SampleArrays, TreeArrays)
 
 
 def broadcast_requests(arrays: _Arrays, size: int) -> _Arrays:
@@ -43,47 +42,56 @@ def broadcast_requests(arrays: _Arrays, size: int) -> _Arrays:
     keys = arrays.keys if arrays.keys.shape else fold_in_rows(arrays.keys, size)
     names = {"positions", "stream", "temperature", "draft_temperature"} & set(arrays._fields)
     values = {name: getattr(arrays, name) for name in names}
-    once = {name: jnp.broadcast_to(x, (size,)) for name, x in values.items() if x is not None}
+    once: dict[str, Any] = {
+        name: jnp.broadcast_to(x, (size,)) for name, x in values.items() if x is not None
+    }
     return arrays._replace(keys=jax.random.key_data(keys), **once)
 
 
-def once_per_request(arrays: VerifyArrays, size: int, max_draft_tokens: int) -> VerifyArrays:
-    """Returns the arrays of `broadcast_requests` with rates [B, K]; a map is inverted."""
+def once_per_request(inputs: VerifyInputs, size: int, max_draft_tokens: int) -> VerifyInputs:
+    """Returns the inputs of `broadcast_requests` with rates [B, K]; a map is inverted."""
+    draft, rates, draft_ids = inputs.draft, inputs.conditional_rates, None
     if not max_draft_tokens:
-        arrays = arrays.without_drafts()
-    if arrays.token_map is not None:
-        draft_ids = invert_token_map(arrays.token_map, arrays.target_logits.shape[-1])
-        arrays = arrays._replace(token_map=None, draft_ids=draft_ids)
-    arrays, rates = broadcast_requests(arrays, size), arrays.conditional_rates
-    if rates is None:
-        return arrays
-    return arrays._replace(conditional_rates=jnp.broadcast_to(rates, (size, max_draft_tokens)))
+        draft, rates = draft.without_q().replace(token_ids=None), None
+    if draft.token_map is not None:
+        draft_ids = invert_token_map(draft.token_map, inputs.target_logits.shape[-1])
+        draft = draft.replace(token_map=None)
+    if draft.temperature is not None:
+        draft = draft.replace(temperature=jnp.broadcast_to(draft.temperature, (size,)))
+    if rates is not None:
+        rates = jnp.broadcast_to(rates, (size, max_draft_tokens))
+    inputs = inputs._replace(draft=draft, conditional_rates=rates, draft_ids=draft_ids)
+    return broadcast_requests(inputs, size)
 
 
-def verify_shard(arrays: VerifyArrays, *, options: CallOptions) -> Verification:
-    """Verifies a padded batch, or one shard of it; neither checks nor shards.
+def verify_shard(inputs: VerifyInputs, *, options: CallOptions) -> Verification:
+    """Verifies a batch, or one shard of a padded one; neither checks nor shards.
 
     Args:
-      arrays: from `once_per_request`. Where the batch is sharded, every shard has `draft_ids`
-        whole, and `draft_logits` too if there are `draft_rows`.
+      inputs: from `once_per_request`. Where the batch is sharded, every shard has `draft_ids`
+        whole, and the draft's `logits` too if it has `rows`.
       options: static.
 
     Returns:
       `Verification`.
     """
     # Inside shard_map a scalar default varies over no axis; a request varies as a whole.
-    arrays = pvary_like(arrays, arrays, without=options.axis_name)
-    target, cutoff, draft = arrays.target_logits, arrays.target_cutoff, arrays.draft_logits
-    arrays = arrays._replace(
-        target_logits=target.reshape(-1, target.shape[2]),
-        target_cutoff=None if cutoff is None else cutoff.reshape(-1),
-        draft_logits=None if draft is None else draft.reshape(-1, draft.shape[2]),
-    )
-    return _verifier(arrays, options)(arrays)
+    inputs = pvary_like(inputs, inputs, without=options.axis_name)
+    cpu_alone = is_for_cpu_alone(options.implementation)
+    missing = _missing_of_verification(inputs, options)
+    if not kernels_available(options, inputs.target_logits.shape[-1], missing):
+        return _verify_by_reference(inputs, options, cpu_alone)
+    from specjax.pallas.verify import verify_rows
+
+    # Where JAX chooses, a GPU runs the kernels, and the reference is left for a CPU.
+    cpu_alone |= options.implementation.name == "auto"
+    reference = functools.partial(_verify_by_reference, options=options, cpu_alone=cpu_alone)
+    kernels = functools.partial(verify_rows, options=options)
+    return choose_implementation(options.implementation, reference, kernels)(inputs)
 
 
 def verify_over_mesh(
-    arrays: VerifyArrays,
+    inputs: VerifyInputs,
     placement: Placement,
     split: VocabularySplit | None,
     *,
@@ -92,8 +100,8 @@ def verify_over_mesh(
     """Verifies a padded batch inside a program, on every device its requests and its vocabulary.
 
     Args:
-      arrays: what `VerifyArrays.from_draft` makes of checked arguments, B >= 1. Rows of a split
-        vocabulary are [B, K + 1, N * W], W of each device, padding included; the draft's are whole.
+      inputs: checked arguments, B >= 1. Rows of a split vocabulary are [B, K + 1, N * W], W of
+        each device, padding included; the draft's are whole.
       placement: of the target.
       split: of `target_logits`, or None.
       options: static, without a split.
@@ -101,83 +109,59 @@ def verify_over_mesh(
     Returns:
       `Verification`.
     """
-    size, num_rows = arrays.target_logits.shape[:2]
-    rows = logit_rows(arrays.target_logits, split)
-    if not _supports_sharded_vocab(arrays, rows.vocab_size, options):
+    size, num_rows = inputs.target_logits.shape[:2]
+    rows = logit_rows(inputs.target_logits, split)
+    if not _supports_sharded_vocab(inputs, rows.vocab_size, options):
         # The one place where rows are gathered.
         rows = rows.gather(placement)
-    arrays = arrays._replace(target_logits=rows.logits, draft_logits=rows.fit(arrays.draft_logits))
+    draft = inputs.draft.replace(logits=rows.fit(inputs.draft.logits))
     options = dataclasses.replace(options, split=rows.split)
-    arrays = once_per_request(arrays, size, num_rows - 1)
+    inputs = inputs._replace(draft=draft, target_logits=rows.logits)
+    inputs = once_per_request(inputs, size, num_rows - 1)
     run = functools.partial(verify_shard, options=options)
-    if arrays.draft_rows is not None:
+    if inputs.draft.rows is not None:
         # A row may be any request's.
-        return run(arrays)
-    requests, row_spec = placement.spec(), rows.spec(placement)
-    arrays = arrays._replace(
-        **{
-            name: placement.pad(x)
-            for name, x in arrays._asdict().items()
-            if x is not None and name != "draft_ids"
-        }
-    )
-    specs = VerifyArrays(*(None if x is None else requests for x in arrays))
+        return run(inputs)
+    requests, row_spec, draft_ids = placement.spec(), rows.spec(placement), inputs.draft_ids
+    inputs = jax.tree.map(placement.pad, inputs._replace(draft_ids=None))
+    specs = jax.tree.map(lambda _: requests, inputs)
     specs = specs._replace(
         target_logits=row_spec,
-        draft_logits=None if arrays.draft_logits is None else row_spec,
-        draft_ids=None if arrays.draft_ids is None else PartitionSpec(),
+        draft=specs.draft.replace(logits=None if inputs.draft.logits is None else row_spec),
+        draft_ids=None if draft_ids is None else PartitionSpec(),
     )
     check_vma = not options.implementation.interpret
-    verification = placement.map(run, (specs,), requests, check_vma)(arrays)
+    mapped = placement.map(run, (specs,), requests, check_vma)
+    verification = mapped(inputs._replace(draft_ids=draft_ids))
     return jax.tree.map(lambda x: x[:size], verification)
 
 
-def _supports_sharded_vocab(arrays: VerifyArrays, vocab_size: int, options: CallOptions) -> bool:
+def _supports_sharded_vocab(inputs: VerifyInputs, vocab_size: int, options: CallOptions) -> bool:
     """Returns whether a verification takes rows whose vocabulary lies over devices."""
-    is_plain = (
-        options.custom_rule is None and arrays.token_map is None and arrays.draft_rows is None
-    )
+    draft = inputs.draft
+    is_plain = options.custom_rule is None and draft.token_map is None and draft.rows is None
     # Columns past V are cut: a draft that has some needs its `logsumexp`.
-    width = 0 if arrays.draft_logits is None else arrays.draft_logits.shape[-1]
-    is_alike = width <= vocab_size or arrays.draft_logsumexp is not None
-    missing = _missing_of_verification(arrays, options)
+    width = 0 if draft.logits is None else draft.logits.shape[-1]
+    is_alike = width <= vocab_size or draft.logsumexp is not None
+    missing = _missing_of_verification(inputs, options)
     by_name = options.implementation.name in ("triton", "interpret")
     return is_plain and is_alike and not (by_name and missing)
 
 
-def verify_ragged(arrays: VerifyArrays, *, options: CallOptions) -> Verification:
+def verify_ragged(inputs: VerifyInputs, *, options: CallOptions) -> Verification:
     """Verifies requests laid end to end; every device has all of them.
 
     Args:
-      arrays: from `once_per_request`, rows of logits flat.
+      inputs: from `once_per_request`.
       options: static.
 
     Returns:
       `Verification`.
     """
-
-    def run(arrays: VerifyArrays) -> Verification:
-        arrays = pvary_like(arrays, arrays, without=options.axis_name)
-        return _verifier(arrays, options)(arrays)
-
-    rows = (arrays.target_logits, arrays.draft_logits)
+    run = functools.partial(verify_shard, options=options)
+    rows = (inputs.target_logits, inputs.draft.logits)
     check_vma = not options.implementation.interpret
-    return map_vocabulary(run, options.split, rows, check_vma=check_vma)(arrays)
-
-
-def _verifier(arrays: VerifyArrays, options: CallOptions) -> Callable[[VerifyArrays], Verification]:
-    """Returns the function that verifies flat rows: the reference or the kernels."""
-    cpu_alone = is_for_cpu_alone(options.implementation)
-    missing = _missing_of_verification(arrays, options)
-    if not kernels_available(options, arrays.target_logits.shape[1], missing):
-        return functools.partial(_verify_by_reference, options=options, cpu_alone=cpu_alone)
-    from specjax.pallas.verify import verify_rows
-
-    # Where JAX chooses, a GPU runs the kernels, and the reference is left for a CPU.
-    cpu_alone |= options.implementation.name == "auto"
-    reference = functools.partial(_verify_by_reference, options=options, cpu_alone=cpu_alone)
-    kernels = functools.partial(verify_rows, options=options)
-    return choose_implementation(options.implementation, reference, kernels)
+    return map_vocabulary(run, options.split, rows, check_vma=check_vma)(inputs)
 
 
 def kernels_available(options: CallOptions, width: int, missing: str | None = None) -> bool:
@@ -203,24 +187,25 @@ def kernels_available(options: CallOptions, width: int, missing: str | None = No
     return reason is None
 
 
-def _missing_of_verification(arrays: VerifyArrays, options: CallOptions) -> str | None:
-    """Says what the kernels lack to verify a split vocabulary; None where they lack nothing."""
+def _missing_of_verification(inputs: VerifyInputs, options: CallOptions) -> str | None:
+    """Returns what the kernels lack to verify a split vocabulary; None where they lack nothing."""
+    draft = inputs.draft
     if options.max_draft_tokens == 0:
         return None
-    if options.rule == BLOCK and arrays.draft_logits is not None:
+    if options.rule == BLOCK and draft.logits is not None:
         return "do not verify blocks"
     if options.rule == COUPLED:
-        return None if arrays.bonus_token_ids is None else "take no bonus_token_ids"
-    has_statistics = arrays.draft_logprobs is not None and arrays.draft_logsumexp is not None
-    if arrays.draft_logits is not None and not has_statistics:
+        return None if inputs.bonus_token_ids is None else "take no bonus_token_ids"
+    has_statistics = draft.logprobs is not None and draft.logsumexp is not None
+    if draft.logits is not None and not has_statistics:
         return "need draft.logprobs and draft.logsumexp with draft.logits"
     return None
 
 
 def _verify_by_reference(
-    arrays: VerifyArrays, options: CallOptions, cpu_alone: bool
+    inputs: VerifyInputs, options: CallOptions, cpu_alone: bool
 ) -> Verification:
-    verification = verify_batch(arrays, options, cpu_alone)
+    verification = verify_batch(inputs, options, cpu_alone)
     return resize_tokens(verification, options.max_draft_tokens + 1)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from specjax.call_arrays import CallOptions, Options, VerifyArrays, check_options
+from specjax.call_arrays import CallOptions, Options, VerifyInputs, check_options, cumulative_counts
 from specjax.checks import (
     as_array,
     check_draft,
@@ -134,13 +134,13 @@ def rejection_sample(
     check_token_map("draft.token_map", draft.token_map, target_logits.shape[-1])
     rates = rule.conditional_rates if isinstance(rule, SyntheticRule) else None
     each, f32, i32 = ((), (size,)), jnp.float32, jnp.int32
-    arrays = VerifyArrays.from_draft(
+    inputs = VerifyInputs(
         draft,
         target_logits,
+        parse_optional("cutoff", cutoff, f32, target_logits.shape[:-1]),
         keys=check_keys(keys, size),
         positions=parse_array("positions", positions, i32, *each),
         temperature=parse_array("temperature", temperature, f32, *each),
-        cutoff=parse_optional("cutoff", cutoff, f32, target_logits.shape[:-1]),
         conditional_rates=parse_rates(rates, size, k),
         bonus_token_ids=parse_optional("bonus_token_ids", bonus_token_ids, i32, (size,)),
     )
@@ -151,7 +151,7 @@ def rejection_sample(
         greedy_logprobs=check_flag("greedy_logprobs", greedy_logprobs),
         split=split,
     )
-    return run_verification(arrays, options=call_options)
+    return run_verification(inputs, options=call_options)
 
 
 def _check_rows(
@@ -174,37 +174,37 @@ def _check_rows(
 
 
 @functools.partial(jax.jit, static_argnames="options")
-def run_verification(arrays: VerifyArrays, *, options: CallOptions) -> Verification:
+def run_verification(inputs: VerifyInputs, *, options: CallOptions) -> Verification:
     """Runs `rejection_sample` on checked arguments."""
-    num_rows, cumulative = options.max_draft_tokens + 1, arrays.cu_num_draft_tokens
-    size = arrays.target_logits.shape[0] if cumulative is None else cumulative.shape[0] - 1
+    num_rows, cumulative = options.max_draft_tokens + 1, cumulative_counts(inputs.draft)
+    size = inputs.target_logits.shape[0] if cumulative is None else cumulative.shape[0] - 1
     if size == 0:
         return empty_verification(num_rows)
-    if cumulative is not None and not arrays.token_ids.shape[0]:
+    if cumulative is not None and not inputs.draft.token_ids.shape[0]:
         options = dataclasses.replace(options, max_draft_tokens=0)
-    arrays = once_per_request(arrays, size, options.max_draft_tokens)
+    inputs = once_per_request(inputs, size, options.max_draft_tokens)
     if cumulative is not None:
-        return resize_tokens(verify_ragged(arrays, options=options), num_rows)
-    rows = (arrays.target_logits, arrays.draft_logits)
-    # A row that `draft_rows` names may lie on any shard, so that every shard gets all of them.
-    is_whole = {"draft_ids": True, "draft_logits": arrays.draft_rows is not None}
-    whole = VerifyArrays(*(is_whole.get(name, False) for name in VerifyArrays._fields))
+        return resize_tokens(verify_ragged(inputs, options=options), num_rows)
+    draft = inputs.draft
+    rows = (inputs.target_logits, draft.logits)
+    # A row that `draft.rows` names may lie on any shard, so that every shard gets all of them.
+    on_all = (inputs.draft_ids, None if draft.rows is None else draft.logits)
+    whole = jax.tree.map(lambda x: any(x is each for each in on_all), inputs)
     run = functools.partial(verify_shard, options=options)
     check_vma = not options.implementation.interpret
     mapped = map_parts(run, rows[0], options.split, rows, whole=whole, check_vma=check_vma)
-    return mapped(arrays)
+    return mapped(inputs)
 
 
-def verify_draft(arrays: VerifyArrays, *, options: CallOptions) -> Verification:
+def verify_draft(inputs: VerifyInputs, *, options: CallOptions) -> Verification:
     """Verifies a padded batch inside a program; neither checks, compiles nor shards.
 
     Args:
-      arrays: what `VerifyArrays.from_draft` makes of checked arguments, B >= 1.
+      inputs: checked arguments, B >= 1.
       options: static.
 
     Returns:
       `Verification`.
     """
-    size, num_rows = arrays.target_logits.shape[:2]
-    arrays = once_per_request(arrays, size, num_rows - 1)
-    return verify_shard(arrays, options=options)
+    size, num_rows = inputs.target_logits.shape[:2]
+    return verify_shard(once_per_request(inputs, size, num_rows - 1), options=options)

@@ -16,7 +16,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding
 from over_devices import collectives
 
 import specjax
-from specjax.call_arrays import CallOptions, VerifyArrays
+from specjax.call_arrays import CallOptions, VerifyInputs
 from specjax.decode.drafters import Models
 from specjax.decode.prefill import run_prefill
 from specjax.decode.request_batch import RequestArguments, check_arguments
@@ -365,8 +365,8 @@ def test_what_reads_whole_rows_gets_them_gathered():
     @jax.jit
     def run(rows):
         given = dict(keys=keys_of(3), positions=4, temperature=jnp.zeros(3))
-        arrays = VerifyArrays.from_draft(draft, rows, **given)
-        return verify_over_mesh(arrays, placement, split, options=options)
+        inputs = VerifyInputs(draft, rows, None, **given)
+        return verify_over_mesh(inputs, placement, split, options=options)
 
     ours = run(rows)
     wanted = np.where(drafted == best[:, :1], best, [[-1, -1]])

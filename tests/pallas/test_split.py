@@ -12,7 +12,7 @@ from verify_cases import make_draft, make_keys, mixed_case, sampled_case, with_s
 
 import specjax
 from specjax import Draft, RaggedDraft, rules
-from specjax.call_arrays import CallOptions, VerifyArrays
+from specjax.call_arrays import CallOptions, VerifyInputs
 from specjax.implementation import Implementation
 from specjax.pallas.kernel_config import KernelConfig, Tile
 from specjax.pallas.split.sample import compare_draws
@@ -219,7 +219,7 @@ def test_what_rows_have_drawn_counts_for_active_requests_up_to_an_invalid_row():
     cu = np.array([0, 1, 3, 4, 5], np.int32)
     # After the first request's draft its target draws what the second one drafts first.
     drafted, drawn = np.array([7, 8, 9, 5, 6]), np.array([7, 8, 8, -1, 3, 5, 4, -1, -1])
-    arrays = VerifyArrays.from_draft(
+    inputs = VerifyInputs(
         RaggedDraft(
             jnp.asarray(drafted),
             jnp.asarray(cu),
@@ -227,12 +227,13 @@ def test_what_rows_have_drawn_counts_for_active_requests_up_to_an_invalid_row():
             num_tokens=jnp.array([5, 5, -1, 5]),
         ),
         jnp.zeros((9, 1)),
+        None,
         keys=None,
         positions=None,
         temperature=jnp.array([1, 1, 1, jnp.nan]),
     )
     sample = specjax.Sample(jnp.asarray(drawn), -jnp.ones(9), None)
-    ours = compare_draws(arrays, sample, CallOptions(jnp.float32, None, 2, rules.coupled()))
+    ours = compare_draws(inputs, sample, CallOptions(jnp.float32, None, 2, rules.coupled()))
     assert ours.token_ids.tolist() == [[7, 8, -1], [8, -1, -1], [-1] * 3, [-1] * 3]
     assert (ours.num_accepted.tolist(), ours.num_emitted.tolist()) == ([1, 1, 0, 0], [2, 1, 0, 0])
     np.testing.assert_array_equal(ours.logprobs, -(np.asarray(ours.token_ids) >= 0).astype(float))

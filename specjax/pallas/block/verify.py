@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from specjax.call_arrays import VerifyArrays
+from specjax.call_arrays import FlatBatch
 from specjax.core.block_acceptance import ACCEPTED, OPEN, accept_block
 from specjax.core.logsumexp import block_logprobs, exp_scaled
 from specjax.core.noise import SAMPLING_BLOCK
@@ -64,7 +64,7 @@ class _Residuals(NamedTuple):
     partials: Partials | None
 
 
-def verify_block(arrays: VerifyArrays, schedule: Schedule, residual_tile: Tile) -> Verification:
+def verify_block(arrays: FlatBatch, schedule: Schedule, residual_tile: Tile) -> Verification:
     """Verifies a batch with sampled drafts, K >= 1.
 
     Args:
@@ -111,7 +111,7 @@ def verify_block(arrays: VerifyArrays, schedule: Schedule, residual_tile: Tile) 
 
 
 def block_judge_kernel(
-    operands: tuple[VerifyArrays, Partials],
+    operands: tuple[FlatBatch, Partials],
     out: JudgedArrays,
     *,
     schedule: Schedule,
@@ -148,7 +148,7 @@ def block_judge_kernel(
 
 
 def block_residual_kernel(
-    operands: tuple[VerifyArrays, Partials, JudgedArrays],
+    operands: tuple[FlatBatch, Partials, JudgedArrays],
     out: _Residuals,
     *,
     schedule: Schedule,
@@ -238,7 +238,7 @@ def _store_masses(
 
 
 def _load_accepted(
-    arrays: VerifyArrays, rows: _BlockRows, b: jax.Array, schedule: Schedule
+    arrays: FlatBatch, rows: _BlockRows, b: jax.Array, schedule: Schedule
 ) -> AcceptedPrefix:
     """Returns the accepted prefix of request b; the summed residuals decide open prefixes."""
     judged, num_accepted = rows.judged, rows.judged.num_accepted[b]

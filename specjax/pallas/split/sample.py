@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from specjax.call_arrays import CallOptions, SampleArrays, VerifyArrays
+from specjax.call_arrays import CallOptions, SampleArrays, VerifyInputs, cumulative_counts, flatten
 from specjax.core.acceptance import num_valid_drafts
 from specjax.core.gumbel_max import first_argmax, token_logprobs
 from specjax.core.logsumexp import (
@@ -135,62 +135,63 @@ def _choose(gathered: jax.Array, temperature: jax.Array) -> Sample:
     )
 
 
-def target_samples(arrays: VerifyArrays, k: int) -> SampleArrays:
+def target_samples(inputs: VerifyInputs, k: int) -> SampleArrays:
     """Returns the arrays that draw every target row on its request's target stream.
 
     Args:
-      arrays: flat rows of this device's columns, drafted tokens i32[B, K] or ragged i32[N].
+      inputs: with this device's columns of the rows.
       k: K >= 1.
     """
-    num_rows, first_row = arrays.target_logits.shape[0], _first_rows(arrays, k)
+    logits, first_row = flatten(inputs.target_logits, 1), _first_rows(inputs, k)
+    num_rows = logits.shape[0]
     row = jnp.arange(num_rows, dtype=jnp.int32)
-    if arrays.cu_num_draft_tokens is None:
+    if cumulative_counts(inputs.draft) is None:
         owner = row // (k + 1)
     else:
         is_at_or_after = row[:, None] >= first_row[None, 1:]
         owner = jnp.sum(is_at_or_after, axis=1, dtype=jnp.int32)
     return SampleArrays(
-        logits=arrays.target_logits,
-        keys=arrays.keys[owner],
-        positions=arrays.positions[owner] + row - first_row[owner],
+        logits=logits,
+        keys=inputs.keys[owner],
+        positions=inputs.positions[owner] + row - first_row[owner],
         stream=jnp.full((num_rows,), Stream.TARGET, jnp.int32),
-        temperature=arrays.temperature[owner],
-        cutoff=arrays.target_cutoff,
+        temperature=inputs.temperature[owner],
+        cutoff=flatten(inputs.target_cutoff),
     )
 
 
-def _first_rows(arrays: VerifyArrays, k: int) -> jax.Array:
+def _first_rows(inputs: VerifyInputs, k: int) -> jax.Array:
     """Returns the first target row of each request, i32[B]."""
-    request = jnp.arange(arrays.temperature.shape[0], dtype=jnp.int32)
-    starts = arrays.cu_num_draft_tokens
+    request = jnp.arange(inputs.temperature.shape[0], dtype=jnp.int32)
+    starts = cumulative_counts(inputs.draft)
     return request * (k + 1) if starts is None else starts[:-1] + request
 
 
-def compare_draws(arrays: VerifyArrays, drawn: Sample, options: CallOptions) -> Verification:
+def compare_draws(inputs: VerifyInputs, drawn: Sample, options: CallOptions) -> Verification:
     """Returns the verification of drafted tokens by the draws of all target rows.
 
     Args:
-      arrays: as in `target_samples`.
+      inputs: as in `target_samples`.
       drawn: of every target row.
       options: static; K >= 1.
     """
     k = options.max_draft_tokens
     i = jnp.arange(k + 1, dtype=jnp.int32)[None]
-    token_ids, num_tokens = arrays.token_ids, arrays.num_tokens
-    if arrays.cu_num_draft_tokens is not None:
-        starts = arrays.cu_num_draft_tokens[:-1]
-        counts = jnp.maximum(arrays.cu_num_draft_tokens[1:] - starts, 0)
+    token_ids, num_tokens = inputs.draft.token_ids, inputs.draft.num_tokens
+    if (cu := cumulative_counts(inputs.draft)) is not None:
+        starts = cu[:-1]
+        counts = jnp.maximum(cu[1:] - starts, 0)
         num_tokens = counts if num_tokens is None else jnp.minimum(num_tokens, counts)
         token_ids = jnp.take(token_ids, starts[:, None] + i[:, :k], mode="clip")
-    last_row = arrays.target_logits.shape[0] - 1
+    last_row = drawn.token_ids.shape[0] - 1
     # The row of each request at each position, up to its bonus row.
-    rows = jnp.minimum(_first_rows(arrays, k)[:, None] + i, last_row)
+    rows = jnp.minimum(_first_rows(inputs, k)[:, None] + i, last_row)
     num_tokens = num_valid_drafts(token_ids, num_tokens)
     tokens, logprobs = drawn.token_ids[rows], drawn.logprobs[rows]
-    greedy = parse_temperature(arrays.temperature).greedy[:, None]
+    greedy = parse_temperature(inputs.temperature).greedy[:, None]
     if not options.greedy_logprobs:
         logprobs = jnp.where(greedy, jnp.float32(0), logprobs)
-    active = (num_tokens >= 0) & parse_temperature(arrays.temperature).valid
+    active = (num_tokens >= 0) & parse_temperature(inputs.temperature).valid
     is_valid = tokens >= 0
     drafted = jnp.pad(token_ids, ((0, 0), (0, 1)), constant_values=-1)
     accepted = (i < num_tokens[:, None]) & is_valid & (tokens == drafted) & active[:, None]

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import triton as plgpu
 
-from specjax.call_arrays import SampleArrays, VerifyArrays
+from specjax.call_arrays import FlatBatch, SampleArrays
 from specjax.devices.rows import first_token
 from specjax.devices.vocabulary_split import VocabularySplit
 from specjax.pallas.blocks import Partials
@@ -143,19 +143,19 @@ def first_token_of(width: int, split: VocabularySplit) -> jax.Array:
     return jnp.stack([first, jnp.clip(split.vocab_size - first, 0, width)])
 
 
-def unpadded(logits: Any, arrays: SampleArrays | VerifyArrays) -> Any:
+def unpadded(logits: Any, arrays: SampleArrays | FlatBatch) -> Any:
     """Returns a reference to logits of this device, without padding."""
     if arrays.first_token is None or arrays.first_token.shape[0] == 1:
         return logits
     return _UnpaddedRef(logits, arrays.first_token[1])
 
 
-def load_first_token(arrays: SampleArrays | VerifyArrays) -> jax.Array | None:
+def load_first_token(arrays: SampleArrays | FlatBatch) -> jax.Array | None:
     """Loads the id of the first token that this device has; None where rows are whole."""
     return None if arrays.first_token is None else arrays.first_token[0]
 
 
-def with_shared_tiles(partials: Partials, shared: SharedRows, arrays: VerifyArrays) -> Partials:
+def with_shared_tiles(partials: Partials, shared: SharedRows, arrays: FlatBatch) -> Partials:
     """Returns the partials of a device's blocks together with those of shared tiles.
 
     With one device's tiles they are for stores, with those of all devices for loads.

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.experimental import pallas as pl
 
-from specjax.call_arrays import VerifyArrays
+from specjax.call_arrays import FlatBatch
 from specjax.devices.placement import pvary_like
 from specjax.devices.vocabulary_split import VocabularySplit
 from specjax.pallas.kernel_config import Tile
@@ -39,7 +39,7 @@ class _Proposed(NamedTuple):
 
 
 def verify_split(
-    arrays: VerifyArrays, schedule: Schedule, split: VocabularySplit, tile: Tile
+    arrays: FlatBatch, schedule: Schedule, split: VocabularySplit, tile: Tile
 ) -> Verification:
     """Verifies a batch whose vocabulary lies over a mesh axis, token by token.
 
@@ -62,7 +62,7 @@ def verify_split(
     return choose(gathered, schedule)
 
 
-def _draw(arrays: VerifyArrays, rows: ReducedRows, schedule: Schedule) -> jax.Array:
+def _draw(arrays: FlatBatch, rows: ReducedRows, schedule: Schedule) -> jax.Array:
     """Launches `split_draw_kernel`, and returns this device's proposals."""
     num_requests, num_tiles = schedule.num_requests, _num_tiles(arrays, schedule)
     has_residual = arrays.draft_logits is not None
@@ -79,7 +79,7 @@ def _draw(arrays: VerifyArrays, rows: ReducedRows, schedule: Schedule) -> jax.Ar
     ).proposals
 
 
-def _num_tiles(arrays: VerifyArrays, schedule: Schedule) -> int:
+def _num_tiles(arrays: FlatBatch, schedule: Schedule) -> int:
     """Returns the number of programs per request: one if no draft has logits."""
     if arrays.draft_logits is None:
         return 1
@@ -87,7 +87,7 @@ def _num_tiles(arrays: VerifyArrays, schedule: Schedule) -> int:
 
 
 def split_draw_kernel(
-    operands: tuple[VerifyArrays, ReducedRows], out: _Proposed, *, schedule: Schedule
+    operands: tuple[FlatBatch, ReducedRows], out: _Proposed, *, schedule: Schedule
 ) -> None:
     """Reduces a tile of a residual; a request's last program draws, and proposes the token.
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from specjax.call_arrays import VerifyArrays
+from specjax.call_arrays import VerifyInputs, cumulative_counts
 from specjax.core.acceptance import is_one_hot, num_valid_drafts
 from specjax.core.gumbel_max import token_logprobs
 from specjax.core.logsumexp import (
@@ -23,6 +23,7 @@ from specjax.core.noise import Words, address
 from specjax.core.temperature import Temperature, parse_temperature
 from specjax.core.token_map import take_mapped
 from specjax.devices.rows import LogitRows
+from specjax.types import Draft, RaggedDraft
 
 __all__ = [
     "DraftRow",
@@ -101,69 +102,67 @@ class Request(NamedTuple):
     bonus_token_id: jax.Array | None
 
     @classmethod
-    def from_arrays(cls, arrays: VerifyArrays, max_draft_tokens: int) -> "Request":
+    def from_inputs(cls, inputs: VerifyInputs, max_draft_tokens: int) -> "Request":
         """Returns the requests of a batch; one without drafts has K = 1 and the token -1.
 
         Args:
-          arrays: flat rows of logits; one key, position and temperature per request.
+          inputs: one key, position and temperature per request.
           max_draft_tokens: K, at least 0.
         """
-        cu, size = arrays.cu_num_draft_tokens, arrays.temperature.shape[0]
+        draft, size = inputs.draft, inputs.temperature.shape[0]
         first = jnp.arange(size, dtype=jnp.int32)
         target_row = first * (max_draft_tokens + 1)
         if max_draft_tokens == 0:
-            draft_rows = jnp.full((size, 1), -1, jnp.int32)
-            arrays = arrays._replace(token_ids=draft_rows)
+            cu, draft_rows = cumulative_counts(draft), jnp.full((size, 1), -1, jnp.int32)
+            draft = draft.replace(token_ids=draft_rows)
             target_row = target_row if cu is None else target_row + cu[:-1]
-        elif cu is None:
-            row = first if arrays.draft_rows is None else arrays.draft_rows
+        elif isinstance(draft, RaggedDraft):
+            target_row = draft.cu_num_draft_tokens[:-1] + first
+            draft, draft_rows = _pad_ragged(draft, max_draft_tokens)
+        else:
+            row = first if draft.rows is None else draft.rows
             draft_rows = (
                 row[:, None] * max_draft_tokens
                 + jnp.arange(max_draft_tokens, dtype=jnp.int32)[None]
             )
-        else:
-            target_row = cu[:-1] + first
-            arrays, draft_rows = _pad_ragged(arrays, max_draft_tokens)
-        draft_temperature = arrays.draft_temperature
-        if draft_temperature is None:
-            draft_temperature = arrays.temperature
-        token_ids = arrays.token_ids.astype(jnp.int32)
+        temperature, token_ids = inputs.temperature, draft.token_ids.astype(jnp.int32)
         return cls(
-            key=(arrays.keys[:, 0], arrays.keys[:, 1]),
-            position=arrays.positions,
-            temperature=arrays.temperature,
+            key=(inputs.keys[:, 0], inputs.keys[:, 1]),
+            position=inputs.positions,
+            temperature=temperature,
             target_row=target_row,
             draft_rows=draft_rows,
             token_ids=token_ids,
-            num_tokens=num_valid_drafts(token_ids, arrays.num_tokens),
-            draft_temperature=draft_temperature,
-            draft_logprobs=arrays.draft_logprobs,
-            draft_logsumexp=arrays.draft_logsumexp,
-            draft_cutoff=arrays.draft_cutoff,
-            rates=arrays.conditional_rates,
-            bonus_token_id=arrays.bonus_token_ids,
+            num_tokens=num_valid_drafts(token_ids, draft.num_tokens),
+            draft_temperature=temperature if draft.temperature is None else draft.temperature,
+            draft_logprobs=draft.logprobs,
+            draft_logsumexp=draft.logsumexp,
+            draft_cutoff=draft.cutoff,
+            rates=inputs.conditional_rates,
+            bonus_token_id=inputs.bonus_token_ids,
         )
 
 
-def _pad_ragged(arrays: VerifyArrays, max_draft_tokens: int) -> tuple[VerifyArrays, jax.Array]:
-    """Returns a ragged batch with token arrays [B, K], and each token's row of draft logits.
+def _pad_ragged(draft: RaggedDraft, max_draft_tokens: int) -> tuple[Draft, jax.Array]:
+    """Returns a padded draft without logits, [B, K], and each token's row of draft logits.
 
     Request r owns drafted rows `cu[r]:cu[r + 1]` and target rows
     `cu[r] + r : cu[r + 1] + r + 1`, the last its bonus row.
     """
-    starts = arrays.cu_num_draft_tokens[:-1]
-    counts = jnp.maximum(arrays.cu_num_draft_tokens[1:] - starts, 0)
+    starts = draft.cu_num_draft_tokens[:-1]
+    counts = jnp.maximum(draft.cu_num_draft_tokens[1:] - starts, 0)
     index = starts[:, None] + jnp.arange(max_draft_tokens, dtype=jnp.int32)[None]
 
-    def pad(values: jax.Array | None) -> jax.Array | None:
+    def pad(values: Any) -> Any:
         return None if values is None else jnp.take(values, index, mode="clip")
 
-    rows, num_tokens = pad(arrays.draft_rows), arrays.num_tokens
-    padded = arrays._replace(
-        token_ids=pad(arrays.token_ids),
-        draft_logprobs=pad(arrays.draft_logprobs),
-        draft_logsumexp=pad(arrays.draft_logsumexp),
-        draft_cutoff=pad(arrays.draft_cutoff),
+    rows, num_tokens = pad(draft.rows), draft.num_tokens
+    padded = Draft(
+        pad(draft.token_ids),
+        temperature=draft.temperature,
+        logprobs=pad(draft.logprobs),
+        logsumexp=pad(draft.logsumexp),
+        cutoff=pad(draft.cutoff),
         num_tokens=counts if num_tokens is None else jnp.minimum(num_tokens, counts),
     )
     return padded, index if rows is None else rows

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from specjax.call_arrays import CallOptions, VerifyArrays
+from specjax.call_arrays import CallOptions, VerifyInputs, flatten
 from specjax.core.acceptance import accept_greedy, accept_random, accept_synthetic
 from specjax.core.gumbel_max import token_logprobs
 from specjax.core.logsumexp import LogNormalizer, MaxSum, RowStatistics
@@ -184,11 +184,11 @@ def _accepts(
     )
 
 
-def verify_batch(arrays: VerifyArrays, options: CallOptions, cpu_alone: bool) -> Verification:
+def verify_batch(inputs: VerifyInputs, options: CallOptions, cpu_alone: bool) -> Verification:
     """Verifies a batch: `verify_request` for each of its requests.
 
     Args:
-      arrays: flat rows of logits; one key, position and temperature per request.
+      inputs: from `once_per_request`.
       options: static.
       cpu_alone: whether it runs on no other device. Then what others would run is not traced, which
         takes twice as long as the rest.
@@ -196,11 +196,14 @@ def verify_batch(arrays: VerifyArrays, options: CallOptions, cpu_alone: bool) ->
     Returns:
       `Verification` of K drafted tokens; of one without drafts.
     """
-    target = logit_rows(arrays.target_logits, options.split, arrays.target_cutoff)
+    target_logits, draft_logits = (
+        flatten(x, 1) for x in (inputs.target_logits, inputs.draft.logits)
+    )
+    target = logit_rows(target_logits, options.split, flatten(inputs.target_cutoff))
     draft = None
-    if arrays.draft_logits is not None:
-        draft = DraftRows(logit_rows(arrays.draft_logits, options.split), arrays.draft_ids)
-    requests = Request.from_arrays(arrays, options.max_draft_tokens)
+    if draft_logits is not None:
+        draft = DraftRows(logit_rows(draft_logits, options.split), inputs.draft_ids)
+    requests = Request.from_inputs(inputs, options.max_draft_tokens)
     # Inside shard_map the rows' numbers vary over no axis; a request varies as a whole.
     requests = pvary_like(requests, requests)
 
@@ -222,7 +225,7 @@ def verify_batch(arrays: VerifyArrays, options: CallOptions, cpu_alone: bool) ->
         return jax.vmap(one)(requests)
 
     def by_device(requests: Request) -> Verification:
-        if arrays.temperature.shape[0] == 1:
+        if inputs.temperature.shape[0] == 1:
             # One request is no batch: tracing a map and a batched loop takes three times as long.
             verification = one(jax.tree.map(lambda x: x[0], requests))
             return jax.tree.map(lambda x: x[None], verification)

@@ -25,7 +25,7 @@ MUTATIONS = (
         "the residual of a token that its draft could not draw forgets the temperature",
     ),
     Mutation(
-        "specjax.samplers.reference.request.Request.from_arrays",
+        "specjax.samplers.reference.request.Request.from_inputs",
         "row[:, None] * max_draft_tokens",
         "first[:, None] * max_draft_tokens",
         verify("test_logits_are_found_through_rows[xla]"),

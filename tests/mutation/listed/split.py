@@ -307,7 +307,7 @@ MUTATIONS = (
     ),
     Mutation(
         f"{_PALLAS}split.sample.target_samples",
-        "arrays.positions[owner] + row - first_row[owner]",
+        "inputs.positions[owner] + row - first_row[owner]",
         "arrays.positions[owner]",
         split_kernels(f"{_COUPLED}[False]"),
         "all rows of a request are drawn by the noise of its first position",
