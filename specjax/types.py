@@ -37,7 +37,7 @@ class _DraftMethods:
 
     def without_q(self) -> Self:
         """Returns the draft's tokens and their numbers alone, which coupled sampling reads."""
-        return self.replace(**dict.fromkeys(_FIELDS_OF_Q))
+        return self.replace(**dict.fromkeys(_FIELDS_OF_Q), on_target_stream=False)
 
 
 @dataclasses.dataclass(frozen=True)
