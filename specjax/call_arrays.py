@@ -42,11 +42,11 @@ class Options:
         "interpret" the kernels in Pallas' interpreter, for tests. A
         `specjax.implementation.Implementation` also carries sizes of the kernels.
       axis_name: inside `shard_map`, the mesh axis over which V lies. Logits are then this device's
-        part of each row, of at least 128 tokens, and the result is the same on each. None for whole
-        arrays. Where the sharding of the logits splits V over a mesh axis, each device reads its
-        part, too. Inside `jit` that is seen of Explicit axes.
-      vocab_size: V, where it lies over a mesh axis; what the axis holds past it is padding. None is
-        all of it.
+        part of each row, of at least 128 tokens. The result is the same on each device. None for
+        whole arrays. Where the sharding of the logits splits V over a mesh axis, each device reads
+        its part, too. Inside `jit` that is seen of Explicit axes.
+      vocab_size: V, where it lies over a mesh axis. The tokens of the axis past V are padding. None
+        is all of it.
 
     Example:
       >>> options = specjax.Options(implementation="xla")
@@ -160,7 +160,7 @@ class SampleArrays(NamedTuple):
 
 
 class VerifyInputs(NamedTuple):
-    """What a verification is called with: requests, or a shard of them.
+    """Inputs of a verification: requests, or a shard of them.
 
     A public call passes typed keys and per-request values, each [B] or (). `once_per_request`
     makes them [B], and the keys words. Rows and drafted tokens are [B, K, ...] with a `Draft`, and

@@ -63,15 +63,15 @@ class SpeculativeConfig:
 
     Attributes:
       num_speculative_tokens: draft tokens K per step, 1 to 32. With "auto" each request drafts as
-        many in a step as its own history and `step_costs` make worth it; the field then holds the
+        many in a step as its own history and `step_costs` make worth it. The field then holds the
         largest number.
-      rejection_sample_method: "standard" follows the target's distribution; "block" does, too,
-        and accepts at least as many tokens on average; "coupled" does, and emits the target's own
-        draws, so that a seeded text does not depend on what drafted;
-        "synthetic" accepts at given rates whatever p and q are, to time a step at that acceptance.
+      rejection_sample_method: "standard" follows the target's distribution. "block" does, too, and
+        accepts at least as many tokens on average. "coupled" does, and emits the target's own
+        draws, so that a seeded text does not depend on the drafter. "synthetic" accepts at given
+        rates whatever p and q are, to time a step at that acceptance.
       draft_sample_method: "probabilistic" samples drafts at the request's temperature, and carries
-        their logits to verification (by "coupled" it draws with the target's noise, and carries
-        none); "greedy" takes the likeliest tokens, verified as one-hot.
+        their logits to verification. By "coupled" it draws with the target's noise, and carries
+        none. "greedy" takes the likeliest tokens, verified as one-hot.
       synthetic_acceptance_rate: in [0, 1], mean of the unconditional rates, by geometric decay.
       synthetic_acceptance_rates: K unconditional rates in [0, 1], non-increasing.
       synthetic_acceptance_length: in [1, K + 1], mean tokens per step, with the least variance.
@@ -179,9 +179,9 @@ class SpeculativeConfig:
     def compile_key(self) -> "SpeculativeConfig":
         """Returns this config without its rates and costs, as a key of compiled functions.
 
-        Synthetic configs of equal K, method and noise have one key, and so have configs of as many
-        step costs. With the key as the static argument and `conditional_rates()` as data, a change
-        of rates never recompiles.
+        Synthetic configs of equal K, method and noise have one key. So have configs that differ in
+        their step costs alone, and not in their number. With the key as the static argument and
+        `conditional_rates()` as data, a change of rates never recompiles.
         """
         forms: dict[str, Any] = dict.fromkeys(_SYNTHETIC_FORMS)
         if self.rejection_sample_method == "synthetic":

@@ -184,7 +184,7 @@ def visible_devices() -> DeviceFacts:
 
 
 def _why_no_gpu(device: DeviceFacts) -> str | None:
-    """Says why there is no GPU for the kernels; None where there is one."""
+    """Returns the reason why there is no GPU for the kernels; None where there is one."""
     if not device.capabilities:
         # Under an abstract mesh with a device the caller compiles for that one. A mesh of visible
         # devices names one too, of unknown capability.

@@ -63,7 +63,7 @@ def accept_block(u: jax.Array, log_rho: jax.Array, mass: jax.Array) -> jax.Array
 def accept_by_bounds(
     u: jax.Array, log_rho: jax.Array, least: jax.Array, most: jax.Array
 ) -> jax.Array:
-    """Returns what bounds of Z say of a prefix: `ACCEPTED`, `REJECTED` or `OPEN`, i32.
+    """Returns the status i32 of a prefix by bounds of Z: `ACCEPTED`, `REJECTED` or `OPEN`.
 
     h grows with Z. So u < h(least) accepts and u >= h(most) rejects, whatever Z is between them.
 

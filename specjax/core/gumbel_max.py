@@ -1,9 +1,9 @@
 r"""Two-level Gumbel-max: a token from V log-weights with V / 128 + 128 noises.
 
-With :math:`L_b` the logsumexp of block b of `SAMPLING_BLOCK` tokens, the block is
-:math:`\arg\max_b (L_b + G^1_b)` and the token :math:`\arg\max_{v \in b} (w_v + G^0_v)`.
-This is exact because the maximum of a block's Gumbels is itself a Gumbel, located at
-the block's logsumexp and independent of the token that attains it.
+Let :math:`L_b` be the logsumexp of block b of `SAMPLING_BLOCK` tokens. The drawn block is
+:math:`\arg\max_b (L_b + G^1_b)`, and its token :math:`\arg\max_{v \in b} (w_v + G^0_v)`.
+The draw is exact: the maximum of a block's Gumbels is itself a Gumbel, located at :math:`L_b`. It
+is independent of the token that attains it.
 """
 
 from collections.abc import Callable

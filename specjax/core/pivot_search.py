@@ -2,10 +2,10 @@
 
     masses above P pivots   ->   a bracket between two neighbours, a (P + 1)-th as wide
 
-`specjax.core.bisection` halves a bracket instead: more passes, each of which costs less. The search
-by top-k, the mass of the tokens that it keeps, and the search by top-p are stages of one loop, so
-that a kernel holds the code of a pass once. A Triton kernel that held it three times compiled for
-half a minute.
+`specjax.core.bisection` halves a bracket instead: more passes, each of which costs less. One loop
+has three stages: the search by top-k, the mass of the tokens that it keeps, the search by top-p. So
+a kernel holds the code of a pass once. A Triton kernel that held it three times compiled for half a
+minute.
 
 Axes: `P` pivots.
 """
@@ -27,7 +27,7 @@ _COUNT, _KEPT_MASS, _MASS, _DONE = range(4)
 
 
 class Pass(NamedTuple):
-    """What one pass over a row is to add up.
+    """Sums over a row that one pass computes.
 
     Attributes:
       number: i32[], how many passes came before.
@@ -129,8 +129,9 @@ def search_by_pivots(
       unused_bits: low bits in which keys of the row's logits do not differ (`unused_key_bits`).
 
     Returns:
-      The smallest logit that both keep. Where neither cuts the bound that was given, and where
-      rounding keeps a mass below its target a bound below all kept logits: neither is a logit.
+      The smallest logit that both keep. Two results are no logits: the row's lower bound, where
+      neither cuts, and a bound below all kept logits. Rounding that keeps a mass below its target
+      leads to the latter.
     """
     may_cut_k, may_cut_p = row.cuts_k is not None, row.cuts_p is not None
     if not (may_cut_k or may_cut_p):
@@ -180,7 +181,7 @@ def _next_stage(stage: jax.Array, row: RowBounds) -> jax.Array:
 
 
 def _target(filters: Filters, mass: jax.Array) -> jax.Array:
-    """Returns what the mass of the kept tokens has to reach, from that of those before top-p."""
+    """Returns the least mass of the tokens that top-p keeps, from the mass before top-p."""
     return mass if filters.top_p is None else required_mass(filters.top_p, mass)
 
 

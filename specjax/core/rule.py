@@ -188,5 +188,5 @@ def check_rule(rule: VerificationRule) -> None:
 
 
 def static_rule(rule: VerificationRule) -> StaticRule:
-    """Returns what is compiled in of a rule; synthetic rates are data of the standard one."""
+    """Returns the static part of a rule; synthetic rates are data of the standard one."""
     return STANDARD if isinstance(rule, SyntheticRule) else rule

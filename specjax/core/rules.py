@@ -130,14 +130,17 @@ def standard() -> BuiltInRule:
 def block() -> BuiltInRule:
     r"""Returns block verification, which accepts at least as many tokens as the standard rule.
 
-    It is exact. The tokens of a draft are accepted together: a token that is likelier under the
-    target than under the draft makes up for one before it that is not. With
-    :math:`\rho_i = \min(1, \rho_{i-1} p(x_i) / q(x_i))` the longest prefix whose uniform lies
-    below :math:`h_i = Z_i / (Z_i + 1 - \rho_i)`,
-    :math:`Z_i = \sum \max(\rho_i p - q, 0)`, is accepted (:math:`h_K = \rho_K`), and the next
-    token is drawn from :math:`\max(\rho_i p - q, 0) / Z_i`. No other rule that is exact for one
-    drafted sequence accepts more on average. Greedy requests and those whose drafts are all one-hot
-    follow the standard rule, and so does K = 1, token for token.
+    It is exact. The tokens of a draft are accepted together. A token that is likelier under the
+    target than under the draft makes up for one before it that is not.
+
+    .. math:: \rho_i = \min(1, \rho_{i-1} p(x_i) / q(x_i)), \qquad
+      Z_i = \sum \max(\rho_i p - q, 0), \qquad
+      h_i = \frac{Z_i}{Z_i + 1 - \rho_i}, \quad h_K = \rho_K
+
+    The longest prefix whose uniform lies below :math:`h_i` is accepted. The next token is drawn
+    from :math:`\max(\rho_i p - q, 0) / Z_i`. No other rule that is exact for one drafted sequence
+    accepts more on average. Greedy requests and those whose drafts are all one-hot follow the
+    standard rule, and so does K = 1, token for token.
 
     Every target row with a draft is read; the standard rule stops at a rejection. Where the
     statistics of a draft row are not finite its token is one-hot. A target row that is not a
@@ -167,18 +170,20 @@ def coupled() -> BuiltInRule:
     .. math:: y_i = \text{the draw of } \mathrm{softmax}(\text{logits}_i / \text{temperature})
       \text{ at (position} + i, \text{TARGET)}, \qquad x_i \text{ is accepted iff } x_i = y_i
 
-    It is exact. What is emitted is :math:`y_0, y_1, \dots` up to the first disagreement: token for
-    token what `gumbel_sample` draws from these rows without a draft. A seeded text does not depend
+    It is exact. The emitted tokens are :math:`y_0, y_1, \dots` up to the first disagreement: those
+    that `gumbel_sample` draws from these rows without a draft. A seeded text does not depend
     on what drafted, so any tokens may be verified, and q is not read: of a draft the token ids and
     their numbers count. An id outside [0, V) agrees with nothing. With `bonus_token_ids` the text
     is no longer that of plain decoding.
 
-    Draft with the noise of the target, by `propose` with this rule or by
-    ``gumbel_sample(..., stream=Stream.TARGET)`` with these keys and positions: draft and target
-    then agree often. Two-level draws agree with probability
-    :math:`\sum_b M_b \sum_{v \in b} M_{v | b}`, where
-    :math:`M_i = 1 / \sum_j \max(p_j / p_i, q_j / q_i)`, over blocks of 128 tokens and within each;
-    no rule accepts more often than :math:`\sum \min(p, q)`, which the standard one does. Tokens
+    Draft with the noise of the target: draft and target then agree often. `propose` with this rule
+    does so, and so does ``gumbel_sample(..., stream=Stream.TARGET)`` with these keys and positions.
+    Two-level draws, over blocks b of 128 tokens and within each, agree with probability
+
+    .. math:: \sum_b M_b \sum_{v \in b} M_{v | b}, \qquad
+      M_i = 1 / \sum_j \max(p_j / p_i, q_j / q_i)
+
+    No rule accepts more often than :math:`\sum \min(p, q)`, as the standard one does. Tokens
     that were chosen without that noise, such as those of a greedy draft or prompt lookup, are
     accepted with probability p(x), which is optimal. By another rule, tokens drawn on the target's
     stream bias the output: a draft that says so, `Draft.on_target_stream`, is refused there.
@@ -206,7 +211,7 @@ def coupled() -> BuiltInRule:
 def synthetic(conditional_rates: Any) -> SyntheticRule:
     """Returns a rule that accepts at given rates whatever p and q are, to time decoding at them.
 
-    Drafted token i is accepted with probability r_i, if all before it were; the token in place of a
+    Drafted token i is accepted with probability r_i, if all before it were. The token in place of a
     rejected one is drawn as by the standard rule. The rule is a pytree whose leaf are the rates:
     other rates do not recompile. Rates [K] have no batch axis, so they break `vmap(in_axes=0)`:
     repeat them to [B, K] there.

@@ -172,7 +172,7 @@ class LogitRows:
         return ids
 
     def read(self, as_needed: Callable[[], _Read], at_once: Callable[[], _Read]) -> _Read:
-        """Returns what the schedule of these rows' reads gives.
+        """Returns the result of the schedule that suits these rows.
 
         Args:
           as_needed: reads a row when what was read before asks for it: of whole rows.
@@ -267,7 +267,7 @@ class SplitRows(LogitRows):
         return jnp.where(offsets < 0, self.logits.shape[-1], offsets)
 
     def read(self, as_needed: Callable[[], _Read], at_once: Callable[[], _Read]) -> _Read:
-        """Returns what `at_once` returns."""
+        """Returns the result of `at_once`."""
         return at_once()
 
     def fit(self, draft_logits: jax.Array | None) -> jax.Array | None:

@@ -83,7 +83,7 @@ def plain_if_split(implementation: Implementation, split: VocabularySplit | None
 def why_no_kernels(
     split: VocabularySplit | None, width: int, noise_dtype: Any, missing: str | None
 ) -> str | None:
-    """Says what the kernels do not do over devices; None where they do it, or rows are whole.
+    """Returns the reason why kernels cannot read this split vocabulary; None where they can.
 
     Args:
       split: of the vocabulary, or None.
@@ -232,7 +232,7 @@ def _check_draft_is_whole(logits: Any, draft: Draft | RaggedDraft | None) -> Non
 def _why_whole(
     axis_name: str, width: int, logits: Any, draft: Draft | RaggedDraft | None, rule: Any
 ) -> str | None:
-    """Says what asks for whole rows: narrow parts, a rule, drafts of other tokens; or None."""
+    """Returns the reason for whole rows: narrow parts, a rule, drafts of other tokens; or None."""
     if width < _MIN_WIDTH:
         return (
             f"logits have {width} tokens on each device of axis {axis_name!r}; a split vocabulary "

@@ -144,7 +144,7 @@ def coupled_draw_kernel(
     is not the drafted token, or the bonus row.
     Grid: B * (K + 1) programs of 8 warps; one owns a row.
     Bytes per row: V / 128 * 8 of partials, V / 128 * 4 or 8 of Gumbels and the logits of the drawn
-    block read; 16 written and read once more, and 8 of the result.
+    block read. 16 are written and read once more, and 8 of the result written.
     Why a program for each row: about a thousand blocks are four per thread, and rows draw in
     parallel.
     Memory order: `is_last_arrival` on `counters[b]`, which `verify_reduce_kernel` zeroed.

@@ -12,8 +12,8 @@ The way of the data, for `rejection_sample`:
 4. the reference (`reference.verify`, `reference.next_token`): `verify_request` for each `Request`;
 5. the kernels: `specjax.pallas.verify.verify_rows`, which makes a `FlatBatch` of the inputs.
 
-`rules.coupled` goes the same way without draft logits: the reference is `couple_request`, which
-draws a target row's token and compares; on the kernels the last program of a row draws.
+`rules.coupled` goes the same way without draft logits. The reference is `couple_request`, which
+draws a target row's token and compares. On the kernels the last program of a row draws.
 
 One public call is one file. Code that is inside a program already calls functions that do not
 check: `verify_draft` and `sample_batch`. `gather_drafts` brings drafts to another batch, for a loop

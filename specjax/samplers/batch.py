@@ -188,7 +188,7 @@ def kernels_available(options: CallOptions, width: int, missing: str | None = No
 
 
 def _missing_of_verification(inputs: VerifyInputs, options: CallOptions) -> str | None:
-    """Returns what the kernels lack to verify a split vocabulary; None where they lack nothing."""
+    """Returns the reason why kernels cannot verify this call of a split vocabulary, or None."""
     draft = inputs.draft
     if options.max_draft_tokens == 0:
         return None

@@ -88,7 +88,7 @@ def gumbel_sample(
 
 @functools.partial(jax.jit, static_argnames="options")
 def sample_batch(arrays: SampleArrays, *, options: CallOptions) -> Sample:
-    """Returns what `gumbel_sample` returns, of checked arguments.
+    """Returns the `Sample` of `gumbel_sample` from checked arguments.
 
     Args:
       arrays: values for all rows or for each, keys typed.

@@ -41,9 +41,9 @@ def tree_rejection_sample(
 
     The output is a path from the root, which is the last committed token, and one token after it.
 
-    One-hot nodes, without `tree.logits`: the target draws a token :math:`y` after each node,
-    on the target's stream, and the path descends while a child holds :math:`y`. What is emitted is
-    token for token what `gumbel_sample` draws without a draft.
+    One-hot nodes, without `tree.logits`: the target draws a token :math:`y` after each node, on the
+    target's stream. The path descends while a child holds :math:`y`. The emitted tokens are those
+    that `gumbel_sample` draws without a draft.
 
     Sampled nodes, with `tree.logits`: siblings are drawn without replacement, and a traversal
     carries an acceptance rate r down from node to child and back,
@@ -56,12 +56,12 @@ def tree_rejection_sample(
     and a node is accepted if its uniform lies below its r. On a chain this is
     `rules.block`, token for token.
 
-    Draw siblings so: node v of depth d, 0 at the root's children, by `gumbel_sample` of its
-    parent's row of draft logits with the tokens of earlier siblings at -inf, at ``positions + d``
-    on ``Stream.draft(d + 1024 * j)``, where j is how many nodes before v have depth d.
-    `specjax.samplers.trees.tree.place_nodes` gives both. Siblings drawn with replacement, or at one
-    address, bias the output. The shape may depend on tokens already drawn; a drawn node may
-    not be dropped afterwards.
+    Draw node v by `gumbel_sample` of its parent's row of draft logits, with the tokens of earlier
+    siblings at -inf. Its address is ``positions + d`` on ``Stream.draft(d + 1024 * j)``. Here d is
+    the depth of v, 0 at the root's children, and j the number of nodes before v of that depth.
+    `specjax.samplers.trees.tree.place_nodes` gives d and the index of the stream. Siblings drawn
+    with replacement, or at one address, bias the output. The shape may depend on tokens already
+    drawn; a drawn node may not be dropped afterwards.
 
     Args:
       tree: `TreeDraft` of N nodes per request.

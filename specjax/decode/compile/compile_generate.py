@@ -88,7 +88,7 @@ class CompiledGenerate:
         eos_token_ids: Any = (),
         sampling: SamplingParams | None = None,
     ) -> Generation:
-        """Returns what `generate` returns for these arguments and the options compiled in.
+        """Returns the `Generation` of these arguments by the options compiled in.
 
         Args:
           target: with the functions compiled in, and parameters of those shapes.

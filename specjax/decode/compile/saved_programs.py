@@ -1,9 +1,9 @@
 """Compiled programs as bytes, and a file of them.
 
-A file is one line of JSON, which says what made the programs and what they are, then the programs,
-then the SHA-256 of all before it. The line is read first. A file of another specjax, jax, jaxlib,
-device, platform version or processor is refused. Nothing is unpickled before the digest is
-compared.
+A file is one line of JSON, the programs, and the SHA-256 of all before it. The line describes the
+programs, and names the versions and the device that made them. The line is read first. A file of
+another specjax, jax, jaxlib, device, platform version or processor is refused. Nothing is unpickled
+before the digest is compared.
 """
 
 import contextlib
@@ -47,7 +47,7 @@ def installed_version() -> str:
 
 
 def describe_process() -> dict[str, str]:
-    """Returns what a program runs on: another version or device cannot take it."""
+    """Returns the versions and the device of this process; a program runs on no others."""
     device = jax.devices()[0]
     processor = f", processor {processor_id()}" if device.platform == "cpu" else ""
     return {

@@ -159,8 +159,8 @@ def block_residual_kernel(
 
     Grid: B * tiles programs of 8 warps; one owns a tile of the rows of its request. With B <= 16
     K * B * tiles programs of 4 or 8 warps; one owns a tile of the rows of one prefix.
-    Bytes per request: 2 V * itemsize read and V / 128 * 4 written for the longest accepted prefix
-    and for each longer one that is open. If all drafts are accepted, in a large batch V * itemsize
+    Bytes per request: 2 V * itemsize read and V / 128 * 4 written for the longest accepted prefix.
+    Each longer open prefix adds as much. If all drafts are accepted, in a large batch V * itemsize
     of the bonus row (`bonus_row`), in a small one scalars alone.
     Why all prefixes by one program: most requests have one to read, and a program without work
     still costs its start. In a small batch the prefixes are read in parallel.

@@ -32,7 +32,7 @@ _ReadRow = Callable[[jax.Array], tuple[MaxSum, RowStatistics]]
 
 
 class _Judged(NamedTuple):
-    """What decides the length of the accepted prefix.
+    """Values that decide the length of the accepted prefix.
 
     Attributes:
       length: i32, drafted tokens before the first target row that is not a distribution.

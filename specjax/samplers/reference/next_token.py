@@ -146,7 +146,7 @@ def emit(
     logprob: jax.Array,
     accepted_logprobs: jax.Array,
 ) -> Verification:
-    """Returns what a request emits: its accepted drafted tokens and the token after them.
+    """Returns the emitted tokens of a request: accepted drafted tokens and the one after them.
 
     Args:
       rows: one request and its rows.

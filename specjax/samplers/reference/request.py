@@ -146,8 +146,8 @@ class Request(NamedTuple):
 def _pad_ragged(draft: RaggedDraft, max_draft_tokens: int) -> tuple[Draft, jax.Array]:
     """Returns a padded draft without logits, [B, K], and each token's row of draft logits.
 
-    Request r owns drafted rows `cu[r]:cu[r + 1]` and target rows
-    `cu[r] + r : cu[r + 1] + r + 1`, the last its bonus row.
+    Request r owns drafted rows `cu[r]:cu[r + 1]` and target rows `cu[r] + r : cu[r + 1] + r + 1`.
+    The last of these is its bonus row.
     """
     starts = draft.cu_num_draft_tokens[:-1]
     counts = jnp.maximum(draft.cu_num_draft_tokens[1:] - starts, 0)
