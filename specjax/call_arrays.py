@@ -193,9 +193,9 @@ class VerifyInputs(NamedTuple):
 class FlatBatch(NamedTuple):
     """Arrays of the kernels of verification, or in a kernel the references to them.
 
-    The rows of all requests are laid end to end, and so are their drafted tokens. Request b has
-    the tokens from b K on and the target rows from b (K + 1) on, unless cumulative counts say
-    others. Without drafts, K = 0, the arrays of drafts are None.
+    The rows of all requests are laid end to end, and so are their drafted tokens. Without
+    cumulative counts request b has K tokens from b * K on, and K + 1 target rows from b * (K + 1)
+    on. Without drafts, K = 0, the arrays of drafts are None.
 
     Attributes:
       target_logits: [R, V]; R is N + B.
@@ -207,8 +207,8 @@ class FlatBatch(NamedTuple):
       draft_cutoff: f32[N], or None.
       draft_temperature: f32[B]; None for the request's own.
       num_tokens: i32[B], drafted tokens of each request, or None.
-      draft_rows: i32[B], where request b's K rows of `draft_logits` lie: from `draft_rows[b]` K on.
-        With cumulative counts i32[N], the row of each token. None for the order of the tokens.
+      draft_rows: i32[B], request b's K rows of `draft_logits` begin at `draft_rows[b] * K`. With
+        cumulative counts i32[N], the row of each token. None for the order of the tokens.
       cu_num_draft_tokens: i32[B + 1], or None where every request has room for K tokens.
       keys: u32[B, 2].
       positions: i32[B].
@@ -219,7 +219,8 @@ class FlatBatch(NamedTuple):
       first_token: i32[1], of a split vocabulary: the id of the first token that this device has.
         Where the vocabulary is padded i32[2], with the number of its tokens. None stands for whole
         rows.
-      shared: what devices have told each other of their rows, `pallas.split.shared_rows`; or None.
+      shared: `SharedRows` of `pallas.split.shared_rows`, the statistics that devices exchange; or
+        None.
     """
 
     target_logits: Any
