@@ -1,6 +1,6 @@
 """How many coupled texts part from plain decoding's on an NVIDIA GPU, by rounding of the rows.
 
-python -m benchmarks.gpu.coupled_texts --out benchmarks/results/h200_coupled.json
+python -m benchmarks.gpu.coupled_texts --out /tmp/coupled_texts.json
 
 A forward of K + 1 tokens and one of a single token round the logits of a row otherwise. Where the
 best two scores of a draw are that near, the texts part. The embedded pair decodes many requests,

@@ -15,6 +15,7 @@
 | `commit` | emitted tokens in buffers; codes of origins and ends |
 | `request_batch`, `options` | checked arguments: arrays, and what is compiled in |
 | `state` | `DecodeState`, `Settings`, `StepInfo` |
+| `matchers` | `RowMasks`: masks of each row, by matchers on the host |
 | `metrics`, `logprobs` | counts of steps; listed log-probabilities |
 | `capacity` | sizes and padding of buffers |
 

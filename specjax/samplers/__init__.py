@@ -15,9 +15,10 @@ The way of the data, for `rejection_sample`:
 `rules.coupled` goes the same way without draft logits. The reference is `couple_request`, which
 draws a target row's token and compares. On the kernels the last program of a row draws.
 
-One public call is one file. Code that is inside a program already calls functions that do not
-check: `verify_draft` and `sample_batch`. `gather_drafts` brings drafts to another batch, for a loop
-of your own. Open `rejection_sample` first.
+One public call is one file: `rejection_sample`, `gumbel_sample`, `tree_rejection_sample`. Code that
+is inside a program already calls functions that do not check: `verify_draft` and `sample_batch`.
+`gather_drafts` brings drafts to another batch, for a loop of your own. Open `rejection_sample`
+first.
 
 `reference/` holds all rules in plain JAX, and `trees/` verifies drafted trees.
 

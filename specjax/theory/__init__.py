@@ -12,8 +12,14 @@ With p the target's probabilities of the next token and q the draft's:
     best_k                     the K with the most tokens per second
 
 What has few numbers is computed by NumPy in float64. `acceptance_rate`, `acceptance_lengths` and
-`best_k` also take arrays of JAX and may be traced. Open `prefix_rates` first. The decode loop, the
-command and the benchmarks may import this room.
+`best_k` also take arrays of JAX and may be traced. The decode loop, the command and the benchmarks
+may import this room.
+
+    acceptance, coupling, optimal_transport    one position: the first three functions
+    prefix_rates, acceptance_rates, speed      a step: the others, in this order
+    arrays                                     arguments as arrays, checked
+
+Open `prefix_rates` first.
 """
 
 from specjax.theory.acceptance import acceptance_rate

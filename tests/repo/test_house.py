@@ -554,6 +554,18 @@ def test_a_public_function_names_its_arguments_and_what_it_returns():
     )
 
 
+def test_the_docstring_of_a_room_names_its_modules():
+    refuse(
+        f"{name_of(room)} does not name {path.stem}."
+        for room in FILES
+        # What `specjax` itself holds is public names, which it lists by what they do.
+        if room.stem == "__init__" and room.parent != PACKAGE
+        for path in sorted(room.parent.glob("*.py"))
+        if not path.stem.startswith("__")
+        and not re.search(rf"\b{path.stem}\b", ast.get_docstring(tree_of(room)) or "")
+    )
+
+
 # Documents ---------------------------------------------------------------------------------------
 
 

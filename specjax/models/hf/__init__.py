@@ -4,7 +4,7 @@ Open `checkpoint` first: it holds `load`, `save` and `load_tokenizer`.
 
 | module | what it holds |
 |---|---|
-| `config_json`, `*_fields` | `config.json` to `TransformerConfig` and back |
+| `config_json`, `config_fields`, `rope_fields` | `config.json` to `TransformerConfig` and back |
 | `weight_map`, `mapped_tensors` | names and shapes of tensors; files mapped into memory |
 | `chat_template` | messages to a prompt |
 | `folder` | files of a folder |
