@@ -9,7 +9,7 @@ from specjax.checks import as_array, check_shape, check_type, parse_array
 from specjax.devices.vocabulary_split import VocabularySplit, keep_split
 from specjax.processing.grammar import start_states
 from specjax.processing.history import History
-from specjax.processing.sampling_params import SamplingParams, mask_width
+from specjax.processing.sampling_params import FIELDS, SamplingParams, mask_width
 from specjax.processing.token_counts import TokenCounts
 
 __all__ = ["check_drafted", "check_history", "check_rules_split", "check_widths"]
@@ -110,8 +110,9 @@ def _check_counts(rules: SamplingParams, counts: Any, size: int, vocab_size: int
     if not rules.reads_prompt:
         counts = counts._replace(prompt=None)
     elif counts.prompt is None:
+        penalty = next(name for name in rules.penalties if FIELDS[name].reads_prompt)
         raise ValueError(
-            "repetition_penalty is given and history.counts.prompt is None; the penalty reads the "
+            f"{penalty} is given and history.counts.prompt is None; the penalty reads the "
             "tokens of the prompt too."
         )
     for name, array in zip(TokenCounts._fields, counts, strict=True):

@@ -14,6 +14,7 @@ from process_rules import process_rules
 import specjax
 from specjax import History, SamplingParams
 from specjax.processing.logit_rules import apply_rules
+from specjax.processing.sampling_params import FIELDS
 
 SIZE, K = 3, 3
 NUMBERS = ("repetition_penalty", "frequency_penalty", "presence_penalty")
@@ -332,10 +333,14 @@ def test_a_wrong_call_is_refused_in_a_sentence(change, words):
         process_rules(arguments.pop("logits"), **arguments)
 
 
-def test_a_repetition_penalty_needs_the_prompt():
+@pytest.mark.parametrize("name", NUMBERS)
+def test_a_penalty_that_reads_the_prompt_needs_it_and_is_named(name, monkeypatch):
+    for each in NUMBERS:
+        monkeypatch.setitem(FIELDS, each, FIELDS[each]._replace(reads_prompt=each == name))
     counts = specjax.TokenCounts(jnp.zeros((1, 2), jnp.int32))
-    with pytest.raises(ValueError, match="prompt is None"):
-        process_rules(jnp.zeros((1, 2)), repetition_penalty=2.0, history=History(counts=counts))
+    penalties = dict.fromkeys(NUMBERS, 2.0)
+    with pytest.raises(ValueError, match=f"^{name} is given .*prompt is None"):
+        process_rules(jnp.zeros((1, 2)), **penalties, history=History(counts=counts))
 
 
 @pytest.mark.parametrize(
