@@ -8,10 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.file_io import quote
-from specjax.types import Draft, RaggedDraft
+from specjax.types import Draft, Pieces, RaggedDraft
 
 __all__ = [
     "as_array",
+    "check_applied",
     "check_count",
     "check_cumulative",
     "check_draft",
@@ -19,6 +20,7 @@ __all__ = [
     "check_flag",
     "check_keys",
     "check_logits",
+    "check_model_logits",
     "check_noise_dtype",
     "check_ragged_draft",
     "check_shape",
@@ -140,6 +142,56 @@ def check_logits(name: str, logits: Any, form: str, leading: int | None = None) 
         )
     if logits.shape[-1] == 0:
         raise ValueError(f"{name} has an empty vocabulary axis: shape {logits.shape}.")
+
+
+def check_applied(
+    name: str, outputs: Any, token_ids: Any, cache: Any, num_taps: int | None = None
+) -> None:
+    """Raises `ValueError` for outputs of a model's `apply` that a loop cannot carry on.
+
+    Args:
+      name: of the function, in messages.
+      outputs: (hidden, cache), of `apply_with_taps` (hidden, features, cache).
+      token_ids: i32[B, L], as given to the function.
+      cache: as given to the function.
+      num_taps: A of `apply_with_taps`, or None.
+    """
+    names = ("hidden", "cache") if num_taps is None else ("hidden", "features", "cache")
+    if not isinstance(outputs, tuple | list) or len(outputs) != len(names):
+        kind = f"{len(outputs)} values" if isinstance(outputs, tuple | list) else _form(outputs)
+        raise ValueError(f"{name} returned {kind}; it needs ({', '.join(names)}).")
+    size, length = token_ids.shape
+    for part, state, width in zip(names, outputs[:-1], ("E", f"{num_taps} * E"), strict=False):
+        if np.shape(state)[:2] != (size, length) or np.ndim(state) != 3:
+            raise ValueError(
+                f"{name} returned {part} {_form(state)} for token_ids {_form(token_ids)}; it needs "
+                f"[{size}, {length}, {width}]."
+            )
+    caches = outputs[-1], cache.cache if isinstance(cache, Pieces) else cache
+    structures = [str(jax.tree.structure(each)) for each in caches]
+    forms = [[structures[i], *map(_form, jax.tree.leaves(caches[i]))] for i in (0, 1)]
+    for ours, needed in zip(*forms, strict=False):
+        if ours != needed:
+            raise ValueError(
+                f"{name} returned a cache with {quote(ours)} in place of {quote(needed)}; it needs "
+                "the arrays of the cache that it is given, of the same shapes and dtypes."
+            )
+
+
+def check_model_logits(name: str, logits: Any, hidden: Any) -> None:
+    """Raises `ValueError` unless a model's function `name` gave one row per hidden state."""
+    shape, dtype = getattr(logits, "shape", ()), str(getattr(logits, "dtype", None))
+    if shape[:-1] != hidden.shape[:-1] or 0 in shape[-1:] or dtype not in _LOGIT_DTYPES:
+        raise ValueError(
+            f"{name} returned {_form(logits)} for hidden {_form(hidden)}; it needs "
+            f"[{', '.join(map(str, hidden.shape[:-1]))}, V] in bfloat16, float16 or float32."
+        )
+
+
+def _form(value: Any) -> str:
+    """Returns dtype and shape of an array as text, such as float32[2, 3], else the type."""
+    is_array = hasattr(value, "shape") and hasattr(value, "dtype")
+    return f"{value.dtype}{list(value.shape)}" if is_array else type(value).__name__
 
 
 def check_draft(draft: Draft) -> Draft:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from specjax.checks import check_applied, check_model_logits
 from specjax.config import SpeculativeConfig
 from specjax.decode.propose import DraftInputs, propose_step
 from specjax.implementation import Implementation
@@ -102,10 +103,15 @@ def _model_functions(init_cache: Any, apply: Any, logits: Any, placement: Any) -
     def init(params: Any, batch_size: int, max_length: int) -> Any:
         return init_cache(batch_size, max_length)
 
+    def read(params: Any, token_ids: jax.Array, positions: jax.Array, cache: Any) -> Any:
+        outputs = apply(params, token_ids, positions, cache)
+        check_applied("the draft model's apply", outputs, token_ids, cache)
+        return outputs
+
     def extend(
         params: Any, cache: Any, token_ids: jax.Array, positions: jax.Array, features: Any
     ) -> Any:
-        return apply(params, token_ids, positions, cache)[1]
+        return read(params, token_ids, positions, cache)[1]
 
     def draft(
         params: Any,
@@ -127,8 +133,10 @@ def _model_functions(init_cache: Any, apply: Any, logits: Any, placement: Any) -
                 ids = jnp.concatenate([previous[0][:, None], ids], axis=1)
                 at = jnp.concatenate([at - 1, at], axis=1)
             at = jnp.where(num_tokens[:, None] > 0, at, -1)
-            hidden, cache = apply(params, ids, at, cache)
-            return logits(params, hidden[:, -1]), (cache,)
+            hidden, cache = read(params, ids, at, cache)
+            rows = logits(params, hidden[:, -1])
+            check_model_logits("the draft model's logits", rows, hidden[:, -1])
+            return rows, (cache,)
 
         last, previous = _token_at(token_ids, positions - 1), _token_at(token_ids, positions - 2)
         drafts, (cache,) = propose_step(

@@ -93,7 +93,8 @@ def generate(
       ValueError: for empty prompts, ids outside [0, V), wrong shapes or keys, max_new_tokens < 1,
         texts that `options.max_length` or the target's positions do not hold, more
         log-probabilities than tokens, or an unknown implementation. Also under an outer `jit` if
-        `max_new_tokens` is traced and `options.max_length` is None.
+        `max_new_tokens` is traced and `options.max_length` is None. Also for a model's function
+        that returns other shapes or dtypes than `Model` names.
       MemoryError: if the device has no room; it names the bytes of the target's cache.
 
     Example:

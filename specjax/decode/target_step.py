@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from specjax.checks import check_logits, check_shape
+from specjax.checks import check_applied, check_model_logits
 from specjax.core.acceptance import num_valid_drafts
 from specjax.decode.adaptive_k import cond_in_place
 from specjax.decode.logprobs import check_num_listed
@@ -82,9 +82,9 @@ def score_hidden(
       hidden: [B, k + 1, D], hidden states of the last token and of k drafted ones.
       features: of the drafter's taps, or None.
     """
-    settings, (size, num_rows) = state.settings, hidden.shape[:2]
+    settings, num_rows = state.settings, hidden.shape[1]
     raw, split = _raw_logits(target, settings, hidden)
-    _check_target_logits(raw, settings, size, num_rows)
+    _check_settings(settings, raw.shape[-1])
     resolved = resolve_implementation(implementation)
     logits, cutoff = _apply_sampling(state, state.draft.token_ids[:, : num_rows - 1], raw, resolved)
     lists_raw = settings.logprobs is not None and settings.logprobs.mode == "raw"
@@ -97,9 +97,10 @@ def _raw_logits(
 ) -> tuple[jax.Array, VocabularySplit | None]:
     """Returns logits and how they lie: split if the model can and verification alone reads them."""
     if target.split_logits is None or (settings.sampling, settings.logprobs) != (None, None):
-        return target.logits(target.params, hidden), None
+        return _whole_logits(target, hidden), None
     vocab_size = jax.eval_shape(target.logits, target.params, hidden).shape[-1]
     logits = target.split_logits(target.params, hidden)
+    check_model_logits("target.split_logits", logits, hidden)
     return logits, VocabularySplit(target.placement.model, vocab_size)
 
 
@@ -118,15 +119,18 @@ def apply_model(
     """
     operands = (model.params, token_ids, positions, cache)
     if not taps:
-        hidden, cache = model.apply(*operands)
-        return hidden, None, cache
+        outputs = model.apply(*operands)
+        check_applied("target.apply", outputs, token_ids, cache)
+        return outputs[0], None, outputs[1]
     if model.apply_with_taps is None:
         raise ValueError(
             f"the drafter reads the target's states after layers {list(taps)}, and this target has "
             "no apply_with_taps to hand them out; take a model that specjax.models loads or "
             "builds, or a drafter without taps."
         )
-    return model.apply_with_taps(*operands, taps)
+    states = model.apply_with_taps(*operands, taps)
+    check_applied("target.apply_with_taps", states, token_ids, cache, len(taps))
+    return states
 
 
 def shapes_and_dtypes(leaves: Iterable[Any]) -> tuple[tuple[Any, Any], ...]:
@@ -166,14 +170,17 @@ def _vocabulary_size(structure: Any, types: tuple[Any, ...], **sizes: int) -> in
 def _logits(target: Model, *, size: int, num_rows: int, max_length: int) -> jax.Array:
     rows = jnp.zeros((size, num_rows), jnp.int32)
     hidden, *_ = apply_model(target, rows, rows, target.init_cache(size, max_length))
-    return target.logits(target.params, hidden)
+    return _whole_logits(target, hidden)
 
 
-def _check_target_logits(logits: jax.Array, settings: Settings, size: int, num_rows: int) -> None:
-    """Refuses logits whose shape is not [B, K + 1, V], or whose V the settings do not fit."""
-    check_logits("target_logits", logits, "[B, K + 1, V]", size)
-    vocab_size = logits.shape[-1]
-    check_shape("target_logits", logits, (size, num_rows, vocab_size))
+def _whole_logits(target: Model, hidden: jax.Array) -> jax.Array:
+    logits = target.logits(target.params, hidden)
+    check_model_logits("target.logits", logits, hidden)
+    return logits
+
+
+def _check_settings(settings: Settings, vocab_size: int) -> None:
+    """Refuses settings that do not fit the target's vocabulary."""
     if settings.sampling is not None:
         rules, _ = split_sampling(settings.sampling)
         check_widths(rules, vocab_size)
