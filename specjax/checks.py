@@ -109,7 +109,7 @@ def check_count(name: str, value: Any, least: int, why: str) -> int:
 
 
 def parse_optional(name: str, value: Any, dtype: Any, *shapes: tuple[int, ...]) -> Any:
-    """Returns what `parse_array` returns, and None for None."""
+    """Returns an argument as `parse_array` does, and None for None."""
     return None if value is None else parse_array(name, value, dtype, *shapes)
 
 
@@ -287,14 +287,14 @@ def check_cumulative(cu_num_draft_tokens: Any, num_drafted: int, num_rows: int) 
         of each request, or cumulative counts with padding, which need their 0.
     """
     name = "draft.cu_num_draft_tokens"
-    given, size = as_array(name, cu_num_draft_tokens), num_rows - num_drafted
-    if size < 0 or given.shape not in ((size + 1,), (size,)):
+    counts, size = as_array(name, cu_num_draft_tokens), num_rows - num_drafted
+    if size < 0 or counts.shape not in ((size + 1,), (size,)):
         raise ValueError(
-            f"{name} has shape {given.shape}, and target_logits [N + B, V] has {num_rows} rows for "
-            f"N = {num_drafted} drafted tokens, so that B is {size}; it needs [B + 1], from 0, or "
-            "[B] without that 0."
+            f"{name} has shape {counts.shape}, and target_logits [N + B, V] has {num_rows} rows "
+            f"for N = {num_drafted} drafted tokens, so that B is {size}; it needs [B + 1], from 0, "
+            "or [B] without that 0."
         )
-    counts, begins_with_0 = parse_array(name, given, jnp.int32, given.shape), len(given) > size
+    begins_with_0, counts = len(counts) > size, parse_array(name, counts, jnp.int32, counts.shape)
     known = _in_host_memory(counts)
     if known is not None:
         if not begins_with_0 and known.sum() == num_drafted != known.max(initial=0):
@@ -334,8 +334,8 @@ def check_keys(keys: Any, batch_size: int, name: str = "keys") -> Any:
     )
     dtype = getattr(keys, "dtype", None)
     if dtype is None or not jnp.issubdtype(dtype, jax.dtypes.prng_key):
-        given = f"dtype {dtype}" if dtype is not None else type(keys).__name__
-        raise ValueError(f"{name} has {given}, which is not a typed key; {hint}.")
+        kind = f"dtype {dtype}" if dtype is not None else type(keys).__name__
+        raise ValueError(f"{name} has {kind}, which is not a typed key; {hint}.")
     if str(jax.random.key_impl(keys)) != "threefry2x32":
         raise ValueError(
             f"{name} has the implementation {jax.random.key_impl(keys)}; noise is defined for "

@@ -1,4 +1,4 @@
-"""How many tokens a step drafts: K for every request, or as many as its own past makes worth it.
+"""The number of tokens that a step drafts: K, or what a request's own past makes worth it.
 
 A step asks the policy of its state, and holds nothing of the other kinds:
 
@@ -293,9 +293,9 @@ def k_by_rate(config: SpeculativeConfig, num_slots: int = 1) -> Any:
     costs, tokens = np.asarray(config.step_costs), _tokens_by_rate(config)
     usual = _USUAL_RATE if config.usual_acceptance_rate is None else config.usual_acceptance_rate
     usual_tokens = theory.acceptance_lengths(usual ** np.arange(1, len(costs)))
-    others = int(theory.best_k(usual_tokens, costs).k) if num_slots > 1 else 0
-    total = tokens + (num_slots - 1) * usual_tokens[others]
-    best = others + theory.best_k(total[:, others:], costs[others:]).k
+    usual_k = int(theory.best_k(usual_tokens, costs).k) if num_slots > 1 else 0
+    total = tokens + (num_slots - 1) * usual_tokens[usual_k]
+    best = usual_k + theory.best_k(total[:, usual_k:], costs[usual_k:]).k
     return best.astype(np.int32)
 
 

@@ -89,14 +89,14 @@ def choose_max_length(
         )
     else:
         needed = width + 1 if not _is_known(lengths) else int(np.max(np.asarray(lengths))) + 1
-    given = max_length is not None
+    is_given = max_length is not None
     if max_length is None:
         chosen = max(DEFAULT_CAPACITY, 1 << (needed - 1).bit_length())
         max_length = chosen if limit is None else max(min(chosen, limit), needed)
     max_length = check_count("max_length", max_length, 2, "the tokens that buffers have room for")
     if limit is not None and max_length > limit:
-        what = f"max_length is {max_length}" if given else f"a text may need {needed} tokens"
-        raise ValueError(f"{what}, and the target takes texts of at most {limit} tokens.")
+        cause = f"max_length is {max_length}" if is_given else f"a text may need {needed} tokens"
+        raise ValueError(f"{cause}, and the target takes texts of at most {limit} tokens.")
     if needed > max_length:
         raise ValueError(
             f"max_length is {max_length}; the longest prompt and its max_new_tokens need {needed}."

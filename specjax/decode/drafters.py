@@ -74,8 +74,8 @@ jax.tree_util.register_dataclass(
 def model_drafter(model: Model) -> Drafter:
     """Returns a drafter that samples from a smaller model of the target's vocabulary.
 
-    Every proposal first feeds the last two committed tokens: where all drafts of the last step were
-    accepted, the draft model has not read the last of them.
+    Every proposal first feeds the last two committed tokens. The draft model has not read the first
+    of the two where all drafts of the last step were accepted.
 
     Args:
       model: the draft `Model`.
@@ -91,8 +91,8 @@ def model_drafter(model: Model) -> Drafter:
       >>> float(output.metrics.draft_acceptance_rate)  # p = q: every draft is accepted
       1.0
     """
-    given = (model.init_cache, model.apply, model.logits, model.placement)
-    init, extend, propose = _model_functions(*given)
+    functions = (model.init_cache, model.apply, model.logits, model.placement)
+    init, extend, propose = _model_functions(*functions)
     return Drafter(model.params, init, extend, propose, reads_pieces=model.reads_pieces)
 
 

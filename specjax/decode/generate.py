@@ -90,11 +90,11 @@ def generate(
       `Finish.INVALID` at an invalid row: NaN, +inf, nothing allowed, or an invalid penalty.
 
     Raises:
-      ValueError: for empty prompts, ids outside [0, V), wrong shapes or keys, max_new_tokens < 1,
-        texts that `options.max_length` or the target's positions do not hold, more
-        log-probabilities than tokens, or an unknown implementation. Also under an outer `jit` if
-        `max_new_tokens` is traced and `options.max_length` is None. Also for a model's function
-        that returns other shapes or dtypes than `Model` names.
+      ValueError: for empty prompts, ids outside [0, V), wrong shapes or keys, max_new_tokens < 1.
+        For texts that `options.max_length` or the target's positions do not hold. For more
+        log-probabilities than tokens, or an unknown implementation. Under an outer `jit`, if
+        `max_new_tokens` is traced and `options.max_length` is None. For a model's function that
+        returns other shapes or dtypes than `Model` names.
       MemoryError: if the device has no room; it names the bytes of the target's cache.
 
     Example:
@@ -129,9 +129,9 @@ def take_first_requests(generation: Generation, size: int) -> Generation:
 def run_loop(
     models: Models, state: DecodeState, *, options: StepOptions
 ) -> tuple[Generation, DecodeState]:
-    """Takes steps until every request has ended; returns the texts, and the rest of the state.
+    """Takes steps until every request has ended; returns the texts, and the state without them.
 
-    The rest is an output so that its caches lie in the memory of a state that is donated.
+    The state is an output, too, so that its caches lie in the memory of one that is donated.
     """
 
     def take_step(state: DecodeState) -> DecodeState:
@@ -141,8 +141,8 @@ def run_loop(
     start = pvary_like(state, state, models)
     state = jax.lax.while_loop(lambda state: jnp.any(state.finish == 0), take_step, start)
     generation = Generation(*(getattr(state, name) for name in Generation._fields))
-    rest: dict[str, Any] = dict.fromkeys(Generation._fields)
-    return generation, state._replace(**rest)
+    without_texts: dict[str, Any] = dict.fromkeys(Generation._fields)
+    return generation, state._replace(**without_texts)
 
 
 _traced_loop = jax.jit(run_loop, static_argnames="options")

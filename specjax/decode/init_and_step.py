@@ -45,8 +45,8 @@ def init(
       temperature: f32, [B] or scalar.
       eos_token_ids: int, ints or i32[E].
       sampling: `SamplingParams`, or None. Here its `allowed` may be bool [B, 1, V], or words i32 or
-        u32 [B, 1, ceil(V / 32)]: what the first generated token may be, from a host that gives each
-        `step` such masks.
+        u32 [B, 1, ceil(V / 32)]. It then masks the first generated token, for a host that gives
+        each `step` such masks.
       config: a `SpeculativeConfig`, or None.
       options: `LoopOptions`.
 
@@ -97,7 +97,7 @@ def step(
       drafter: as in `init`.
       state: from `init` or `step`.
       config: as in `init`. Of another method, its step drops drafts that were drawn for the method
-        before, and goes on exactly; to or from "synthetic" there is no change.
+        before, and goes on exactly. A state cannot change to or from "synthetic".
       allowed: what each row of this step may emit: bool [B, K + 1, V], or words i32 or u32
         [B, K + 1, ceil(V / 32)]. Row i follows the i first drafted tokens of the state, and row K
         gives the bonus token. Of the target alone: the draft was drawn before. A state that `init`
@@ -109,9 +109,9 @@ def step(
       The next `DecodeState`, and `StepInfo` of the step.
 
     Raises:
-      ValueError: for a draft whose arrays do not fit together, for another number of drafted tokens
-        than the state was begun with, and for acceptance rates or `allowed` that one of the two has
-        alone.
+      ValueError: for a draft whose arrays do not fit together, and for another number of drafted
+        tokens than the state was begun with. For acceptance rates or `allowed` that the state or
+        this call has alone.
 
     Example:
       >>> from specjax.markov_chain import markov_chain
@@ -128,9 +128,9 @@ def step(
     k = 0 if drafter is None else config.num_speculative_tokens
     is_auto = drafter is not None and config.adaptive_k
     if (k, is_auto) != (state.metrics.num_drafted.shape[-1], state.k_policy.is_adaptive):
-        asked = f'"auto", at most {k}' if is_auto else f"{k}"
+        number = f'"auto", at most {k}' if is_auto else f"{k}"
         raise ValueError(
-            f"num_speculative_tokens is {asked}, and the state was begun with another; step needs "
+            f"num_speculative_tokens is {number}, and the state was begun with another; step needs "
             "the config and the drafter of init."
         )
     has_rates = state.settings.conditional_rates is not None

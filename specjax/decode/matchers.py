@@ -22,7 +22,7 @@ _ALL = 2**32 - 1
 
 
 class Matcher(Protocol):
-    """What says which tokens may follow; `llguidance.LLMatcher` is one."""
+    """A parser of one text, with a mask of the next token; `llguidance.LLMatcher` is one."""
 
     def compute_bitmask(self) -> bytes:
         """Returns the mask of the next token: words of 32 tokens, the first in the lowest bit."""

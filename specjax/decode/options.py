@@ -1,4 +1,4 @@
-"""What a decode loop is compiled for, besides its models: as given, and as its programs take it."""
+"""Options of a decode loop: as its caller gives them, and as its programs are compiled for."""
 
 import dataclasses
 from typing import Any

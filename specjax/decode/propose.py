@@ -283,10 +283,10 @@ def _draw_tokens(
     num_tokens: int,
     num_drawn: Any = None,
 ) -> tuple[list[jax.Array], Any]:
-    """Returns what K draws return, and the carry after the last.
+    """Returns the outputs of K draws, and the carry after the last.
 
     Where the first draw returns a carry of the type that it takes, all are one loop, and a draw is
-    compiled once. On a mesh it stands before the loop: what it returns may lie otherwise.
+    compiled once. On a mesh the first draw stands before the loop: its outputs may lie otherwise.
 
     Args:
       draw: ``(i, carry, token_ids, drafted) -> (carry, token_ids, outputs)``. It draws token i, a

@@ -39,8 +39,9 @@ def map_parts(
       whole: whether every device has an array of all requests; a bool, or a pytree of bools that
         is a prefix of the function's.
       check_vma: as in `jax.shard_map`; Pallas' interpreter does not pass its check.
-      keeps_vocabulary: whether the result is an array that lies as the leader does, which is one of
-        `over_vocabulary`; else arrays with a leading batch axis, equal on all devices of V.
+      keeps_vocabulary: whether the result is one array that lies as the leader does, and the leader
+        is one of `over_vocabulary`. If False, the results are arrays with a leading batch axis,
+        equal on all devices of V.
 
     Returns:
       A function of this pytree.

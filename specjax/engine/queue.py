@@ -217,8 +217,8 @@ class PrefillBatch:
     ) -> int:
         """Reads the next tokens of several prompts at once; returns the cost in chunks of one.
 
-        It does nothing unless the first entry fits the batch and all N places can be filled; or, of
-        pieces, all P, unless that is urgent.
+        It does nothing unless the first entry fits the batch and all N places can be filled. Of
+        pieces all P have to be filled, unless the reading is urgent.
 
         Args:
           programs: of the engine.

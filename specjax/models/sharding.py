@@ -179,16 +179,16 @@ def share_shapes(config: TransformerConfig, placement: Placement) -> Any:
     """
     num_shares = placement.num_shares
 
-    def shape_of(path: Any, own: Any) -> Any:
-        keys, shape = _keys(path), own.shape
+    def shape_of(path: Any, part: Any) -> Any:
+        keys, shape = _keys(path), part.shape
         if placement.model is not None and split_axis(keys) is not None:
             whole = (num_shares * shape[0], *shape[1:])
             shape = (num_shares, *shape) if is_stacked(keys) else whole
         sharding = placement.sharding(_spec(keys, placement))
-        return jax.ShapeDtypeStruct(shape, own.dtype, sharding=sharding)
+        return jax.ShapeDtypeStruct(shape, part.dtype, sharding=sharding)
 
-    own = config if placement.model is None else shard_config(config, num_shares)
-    return jax.tree.map_with_path(shape_of, param_shapes(own))
+    share = config if placement.model is None else shard_config(config, num_shares)
+    return jax.tree.map_with_path(shape_of, param_shapes(share))
 
 
 def _param_specs(config: TransformerConfig, placement: Placement) -> Any:
@@ -298,13 +298,13 @@ class _ShardedFunctions:
 
     Attributes:
       config: of the whole model.
-      own: of a share.
+      share: of the share of a device.
       placement: where the model lies.
       implementation: of a decode step.
     """
 
     config: TransformerConfig
-    own: TransformerConfig
+    share: TransformerConfig
     placement: Placement
     implementation: str | Implementation | None
 
@@ -313,24 +313,24 @@ class _ShardedFunctions:
 
         B' = B rounded up to a multiple of the data axis, G' = key-value heads of all shares.
         """
-        own, placement = self.own, self.placement
+        share, placement = self.share, self.placement
         placement.check_axes()
-        groups = own.num_key_value_heads * placement.num_shares
-        shape = (placement.round_up(batch_size), groups, max_length, own.head_dim)
+        groups = share.num_key_value_heads * placement.num_shares
+        shape = (placement.round_up(batch_size), groups, max_length, share.head_dim)
         sharding = placement.sharding(placement.spec(placement.model))
-        entry = jax.lax.with_sharding_constraint(jnp.zeros(shape, own.dtype), sharding)
-        return tuple((entry, entry) for _ in range(own.num_hidden_layers))
+        entry = jax.lax.with_sharding_constraint(jnp.zeros(shape, share.dtype), sharding)
+        return tuple((entry, entry) for _ in range(share.num_hidden_layers))
 
     def apply(self, params: Any, token_ids: Any, positions: Any, cache: Any) -> Any:
         """Returns hidden states [B, T, E], and the cache with the tokens in it."""
-        _, function, _ = functions(self.own, self.implementation, self.placement.model)
+        _, function, _ = functions(self.share, self.implementation, self.placement.model)
         return self._run(function, params, token_ids, positions, cache)
 
     def apply_with_taps(
         self, params: Any, token_ids: Any, positions: Any, cache: Any, taps: tuple[int, ...]
     ) -> Any:
         """Returns hidden states, the features [B, T, A * E] of taps, and the cache."""
-        function = tap_function(self.own, self.implementation, self.placement.model)
+        function = tap_function(self.share, self.implementation, self.placement.model)
         function = functools.partial(function, taps=taps)
         return self._run(function, params, token_ids, positions, cache)
 
@@ -369,7 +369,7 @@ class _ShardedFunctions:
 
     def _run_logits(self, params: Any, hidden: jax.Array, is_whole: bool) -> jax.Array:
         placement, size = self.placement, hidden.shape[0]
-        _, _, function = functions(self.own, self.implementation, placement.model)
+        _, _, function = functions(self.share, self.implementation, placement.model)
 
         def on_share(params: Any, hidden: jax.Array) -> jax.Array:
             logits: jax.Array = function(_own_arrays(params, placement), hidden)
@@ -393,8 +393,8 @@ def _steps_of(
     implementation: str | Implementation | None,
 ) -> _ShardedFunctions:
     """Returns the functions of a model; equal arguments give one object, to share programs."""
-    own = config if placement.model is None else shard_config(config, placement.num_shares)
-    return _ShardedFunctions(config, own, placement, implementation)
+    share = config if placement.model is None else shard_config(config, placement.num_shares)
+    return _ShardedFunctions(config, share, placement, implementation)
 
 
 def _own_arrays(params: Any, placement: Placement) -> Any:

@@ -82,7 +82,7 @@ def apply_rules_and_filters(
     temperature: jax.Array,
     implementation: Implementation,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Returns what `apply_sampling` returns, of checked arrays.
+    """Returns the logits and cutoffs of `apply_sampling`, of checked arrays.
 
     Args:
       logits: [B, R, V] or [B, V].
@@ -113,7 +113,7 @@ def apply_sampling_to_draft(
     implementation: Implementation,
     vocabulary: DraftVocabulary | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Returns what `apply_rules_and_filters` returns for draft logits [B, V_d] or [B, K, V_d].
+    """Returns draft logits [B, V_d] or [B, K, V_d] after the rules, and the cutoffs of the filters.
 
     Rules and counts of another vocabulary are cut or filled with zeros at their end. A token that
     they do not have counts 0, has no bias, and is not allowed where there is a mask. The bits that

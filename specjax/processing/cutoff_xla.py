@@ -78,8 +78,8 @@ def cutoff_of_rows(
 ) -> jax.Array:
     """Returns the cutoffs f32[R] of rows [R, V], with temperatures and filters [R].
 
-    Where a vocabulary lies over devices, each counts and sums the tokens that it has, and a step of
-    a search adds these numbers, one per row.
+    Where a vocabulary lies over devices, each counts and sums the tokens that it has. A step of a
+    search adds these numbers, one per row.
     """
     scaling = parse_temperature(temperature)
     rows = logit_rows(logits, split)
@@ -198,5 +198,5 @@ def _search_cutoff(
 def _search(
     bracket: Bracket, target: jax.Array, mass: _MassAbove, extremes: _ExtremesInside | None
 ) -> Bracket:
-    """Returns what `search` returns for brackets [R], also inside `shard_map`."""
+    """Returns the bracket of `search` for brackets [R], also inside `shard_map`."""
     return search(pvary_like(bracket, bracket, target), target, mass, extremes)

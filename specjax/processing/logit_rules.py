@@ -152,7 +152,7 @@ PENALTIES = {
 
 
 def _follows_grammar(grammar: Grammar, context: RowContext, shape: tuple[int, ...]) -> jax.Array:
-    """Returns what the grammar allows in rows of the shape [B, R, V], as bool."""
+    """Returns the tokens that the grammar allows, bool of the shape [B, R, V]."""
     states = context.history.grammar_state
     assert states is not None
     drafted, first_row = context.drafted_token_ids, context.first_row

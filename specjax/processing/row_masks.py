@@ -25,11 +25,11 @@ def has_row_masks(sampling: SamplingParams | None) -> bool:
 
 
 def draft_sampling(sampling: SamplingParams | None) -> SamplingParams | None:
-    """Returns what a drafter is told: the parameters without masks of the target's rows."""
+    """Returns the parameters that a drafter is given: those without masks of the target's rows."""
     if sampling is None or not has_row_masks(sampling):
         return sampling
-    others = sampling._replace(allowed=None)
-    return None if all(field is None for field in others) else others
+    unmasked = sampling._replace(allowed=None)
+    return None if all(field is None for field in unmasked) else unmasked
 
 
 def split_first_mask(sampling: Any) -> tuple[Any, Any]:

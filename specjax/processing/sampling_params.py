@@ -85,8 +85,8 @@ class SamplingParams(NamedTuple):
     @property
     def penalties(self) -> dict[str, Any]:
         """The penalties that are given, by name."""
-        given = {name: getattr(self, name) for name, field in FIELDS.items() if field.is_penalty}
-        return {name: penalty for name, penalty in given.items() if penalty is not None}
+        values = {name: getattr(self, name) for name, field in FIELDS.items() if field.is_penalty}
+        return {name: penalty for name, penalty in values.items() if penalty is not None}
 
     @property
     def reads_prompt(self) -> bool:
@@ -243,7 +243,7 @@ def read_sampling(sampling: Any, size: int) -> SamplingParams:
 
 
 def split_sampling(sampling: Any) -> tuple[SamplingParams, Filters]:
-    """Returns what changes logits, and what is applied to them as a cutoff."""
+    """Returns the parameters that change logits, and the filters that cut them off."""
     check_type("sampling", sampling, SamplingParams, "a specjax.SamplingParams or None")
     filters = Filters(*(getattr(sampling, name) for name in Filters._fields))
     return sampling._replace(top_k=None, top_p=None, min_p=None), filters

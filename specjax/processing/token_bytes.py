@@ -87,9 +87,9 @@ def _bytes_of(name: str, text: str, has_letters: bool) -> bytes:
 def _letters() -> dict[str, int]:
     """Returns the byte of each letter by which GPT-2's tokenizer writes it."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [value for value in range(256) if value not in printable]
+    unprintable = [value for value in range(256) if value not in printable]
     return {chr(value): value for value in printable} | {
-        chr(256 + i): value for i, value in enumerate(others)
+        chr(256 + i): value for i, value in enumerate(unprintable)
     }
 
 

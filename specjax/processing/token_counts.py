@@ -1,4 +1,4 @@
-"""How often each token occurs in each request, which penalties read.
+"""`TokenCounts`: occurrences of each token in each request, which penalties read.
 
 `count_tokens` reads the prompt once. `update_counts` adds the tokens of a step, so that no step
 reads the whole text again.
@@ -76,7 +76,7 @@ def count_tokens(
 def count_committed(
     token_ids: jax.Array, lengths: jax.Array, prompt_lengths: jax.Array, vocab_size: int
 ) -> TokenCounts:
-    """Returns what `count_tokens` returns, of checked arrays."""
+    """Returns the counts of `count_tokens`, of checked arrays."""
 
     def count(batch: Any) -> TokenCounts:
         token_ids, lengths, prompt_lengths = batch
@@ -139,7 +139,7 @@ def add_to_counts(
     *,
     split: VocabularySplit | None = None,
 ) -> TokenCounts:
-    """Returns what `update_counts` returns, of checked arrays."""
+    """Returns the counts of `update_counts`, of checked arrays."""
 
     def add(batch: Any) -> jax.Array:
         generated, token_ids, num_tokens = batch

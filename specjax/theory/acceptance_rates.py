@@ -31,7 +31,7 @@ def geometric_rates(mean_rate: float, K: int) -> jax.Array:
     :math:`c_i = \mathrm{base} \cdot \mathrm{decay}^i`, so that position i and all before it
     are accepted with :math:`a_i = \mathrm{base}^{i+1}\, \mathrm{decay}^{i(i+1)/2}`, and
     :math:`\frac1K \sum_i a_i` is `mean_rate`. The decay is the smallest value of at least
-    0.85 for which some base of at most 1 reaches that mean; found by bisection in float64.
+    0.85 for which some base of at most 1 reaches that mean. It is found by bisection in float64.
 
     Args:
       mean_rate: a Python number in [0, 1], the mean over the K positions of the
@@ -131,9 +131,9 @@ def acceptance_lengths(unconditional: Any) -> Any:
     r"""Returns the mean number of tokens that a step emits, for every number of drafted tokens.
 
     :math:`L_k = 1 + \sum_{i < k} a_i`: the token after the accepted run, and each drafted token as
-    often as it and all before it are accepted. Rates of a longer draft serve all shorter ones: by
-    the standard rule, block verification and coupled sampling, how often the first i tokens are
-    accepted does not depend on how many are drafted after them.
+    often as it and all before it are accepted. Rates of a longer draft serve all shorter ones. By
+    the standard rule, block verification and coupled sampling, tokens drafted after the first i do
+    not change how often these are accepted.
 
     Args:
       unconditional: [..., K] in [0, 1], non-increasing along the last axis, K >= 0:

@@ -28,8 +28,8 @@ def check_probabilities(**rows: Any) -> None:
     Raises:
       ValueError: with the name of the argument.
     """
-    (first, one), *others = rows.items()
-    for name, values in others:
+    (first, one), *other_rows = rows.items()
+    for name, values in other_rows:
         if np.shape(values) != np.shape(one):
             raise ValueError(
                 f"{name} has shape {np.shape(values)} and {first} {np.shape(one)}; both need to be "

@@ -1,7 +1,7 @@
 r"""The most that any exact rule accepts of several candidates at one position.
 
 A rule sees the M drafted tokens and emits y ~ p. How often y may be among them is a transport
-problem between p and the distribution of the M; by max-flow and min-cut its optimum is
+problem between p and the distribution of the M. By max-flow and min-cut its optimum is
 
     1 + min_H [p(H) - P(all M drafts in H)]                         over all 2^V sets H of tokens
 
@@ -83,16 +83,16 @@ def _sums(weights: np.ndarray) -> np.ndarray:
 
 def _all_inside(q: np.ndarray, num_drafts: int) -> np.ndarray:
     """Returns P(all drafts in H) of every set H, f64[2^V], for drafts without replacement."""
-    # What is left to draw after a set: that of its complement, which is the index from the end.
-    left = _sums(q)[::-1]
-    sizes = np.bitwise_count(np.arange(left.size))
-    drawn = np.zeros(left.size)
+    # The mass after a set is drawn: that of its complement, which is the index from the end.
+    remainders = _sums(q)[::-1]
+    sizes = np.bitwise_count(np.arange(remainders.size))
+    drawn = np.zeros(remainders.size)
     drawn[0] = 1
     for size in range(num_drafts):
         sets = np.flatnonzero((sizes == size) & (drawn > 0))
         for v, weight in enumerate(q):
             without = sets[sets >> v & 1 == 0]
-            drawn[without | 1 << v] += drawn[without] * weight / left[without]
+            drawn[without | 1 << v] += drawn[without] * weight / remainders[without]
     inside = np.where(sizes == num_drafts, drawn, 0)
     # From sets of exactly M tokens to all subsets of H, one token at a time.
     for v in range(q.size):

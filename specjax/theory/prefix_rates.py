@@ -1,7 +1,7 @@
 r"""How often a step accepts its first i drafted tokens: token by token, or as a block.
 
-With x^i the first i drafted tokens, p(x^i) and q(x^i) their probabilities, and p_i, q_i the rows
-after them, a step has drafted x^i and accepts all of it with probability
+Let x^i be the first i drafted tokens, p(x^i) and q(x^i) their probabilities, and p_i, q_i the rows
+after them. A step has drafted x^i and accepts all of it with probability
 
     standard  m(x^{i+1}) = m(x^i) min(p_i(x), q_i(x))
     block     m(x^{i+1}) = min(m(x^i) p_i(x), q(x^{i+1}))          m of no tokens is 1

@@ -286,9 +286,9 @@ def _last_tokens(token_ids: jax.Array, positions: jax.Array) -> jax.Array:
 
 
 @functools.lru_cache(maxsize=64)
-def _functions(kind: Any, *given: Any) -> tuple[Any, Any, Any]:
+def _functions(kind: Any, *fields: Any) -> tuple[Any, Any, Any]:
     """Returns the functions of a drafter; equal ones for equal heads, to share programs."""
-    drafter = kind(*given)
+    drafter = kind(*fields)
     return drafter.init, drafter.extend, drafter.propose
 
 

@@ -291,8 +291,8 @@ def _attend(
     """
     length = q.shape[1]
     scores = jnp.where(visible, jnp.einsum("btgrd,bsgd->bgrts", q, keys[0]), _MASKED)
-    own = [jnp.einsum("btgrd,btgd->bgrt", q, k)[..., None] for k in keys[1:]]
-    scores = jnp.concatenate([scores, *own], axis=-1).astype(jnp.float32) * scale
+    own_scores = [jnp.einsum("btgrd,btgd->bgrt", q, k)[..., None] for k in keys[1:]]
+    scores = jnp.concatenate([scores, *own_scores], axis=-1).astype(jnp.float32) * scale
     weights = jax.nn.softmax(scores, axis=-1).astype(q.dtype)
     y = jnp.einsum("bgrts,bsgd->btgrd", weights[..., :length], values[0])
     for n, v in enumerate(values[1:]):

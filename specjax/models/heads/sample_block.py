@@ -58,17 +58,17 @@ def sample_block(
       >>> draft.token_ids.tolist(), draft.logits.shape
       ([[1, 0]], (1, 2, 2))
     """
-    given: dict[str, Any] = {"token_map": token_map, "vocab_size": vocab_size, "config": config}
-    given |= {"implementation": implementation, "placement": placement}
+    options: dict[str, Any] = {"token_map": token_map, "vocab_size": vocab_size, "config": config}
+    options |= {"implementation": implementation, "placement": placement}
     sampling = inputs.sampling
     if sampling is None or not split_sampling(sampling)[0].reads_drafted:
-        return _draw_all(logits, inputs, **given).replace(num_tokens=inputs.num_tokens)
+        return _draw_all(logits, inputs, **options).replace(num_tokens=inputs.num_tokens)
 
     def step(i: Any, token_ids: jax.Array, position: jax.Array) -> tuple[jax.Array, Any]:
         return jax.lax.dynamic_index_in_dim(logits, i, axis=1, keepdims=False), i + 1
 
     first = jnp.zeros_like(inputs.positions)
-    return propose_step(step, jnp.int32(0), first, inputs, **given)[0]
+    return propose_step(step, jnp.int32(0), first, inputs, **options)[0]
 
 
 def _draw_all(

@@ -194,11 +194,11 @@ def _assemble_shares(
         for device, index in like.sharding.addressable_devices_indices_map(like.shape).items():
             share = (index[0].start or 0) // rows if is_split else 0
             if share not in by_share:
-                own = views
+                sources = views
                 if is_split:
                     of_share = (config, num_shares, entry.path, share, entry.transposed)
-                    own = share_views(views, *of_share)
-                by_share[share] = _put(own, entry, like, device)
+                    sources = share_views(views, *of_share)
+                by_share[share] = _put(sources, entry, like, device)
             arrays.append(jax.device_put(by_share[share], device))
         yield jax.make_array_from_single_device_arrays(like.shape, like.sharding, arrays)
 

@@ -294,14 +294,14 @@ MUTATIONS = (
     ),
     Mutation(
         f"{_ADAPTIVE}k_by_rate",
-        "others + theory.best_k(total[:, others:], costs[others:]).k",
+        "usual_k + theory.best_k(total[:, usual_k:], costs[usual_k:]).k",
         "theory.best_k(total, costs).k",
         adaptive_k("test_the_best_k_has_the_most_expected_tokens_for_its_cost"),
         "a request drafts fewer tokens than the slots beside it, as if that made a step shorter",
     ),
     Mutation(
         f"{_ADAPTIVE}k_by_rate",
-        "tokens + (num_slots - 1) * usual_tokens[others]",
+        "tokens + (num_slots - 1) * usual_tokens[usual_k]",
         "tokens",
         adaptive_k("test_the_best_k_has_the_most_expected_tokens_for_its_cost"),
         "a request makes all slots' steps longer for its own gain alone",
