@@ -282,9 +282,10 @@ class Model:
       init_cache: `(batch_size, max_length) -> cache`, a pytree indexed by position. A cache of
         a smaller `max_length` is the beginning of a larger one, leaf by leaf.
       apply: `(params, token_ids[B, L], positions[B, L], cache) ->
-        (hidden[B, L, E], cache)`. Position -1 is padding: it writes nothing. Each
-        token attends to the cached slots up to and including its own position, so that a smaller
-        length rewinds the cache after a rejection.
+        (hidden[B, L, E], cache)`. Position -1 is padding: it writes nothing. Nor does a position
+        past the cache, which only a draft model is given, near a text's end. Each token attends to
+        the cached slots up to and including its own position, so that a smaller length rewinds the
+        cache after a rejection.
       logits: `(params, hidden[..., E]) -> logits[..., V]`, apart from `apply` so that
         a prefill computes none.
       max_length: most tokens of a text that its positions take, or None.

@@ -41,12 +41,12 @@ class Drafter:
       propose: `(params, state, token_ids[B, S], hidden[B, E], inputs, *, config, implementation) ->
         (Draft, state)`. `token_ids` holds the committed tokens. `hidden` is the target's hidden
         state that decided the last of them. `inputs` is a `DraftInputs`, which `specjax.propose`
-        takes. Where its `num_tokens` is -1 the state stays as it is: the request is inactive or,
-        where K is "auto", drafts nothing. `config` is the static `SpeculativeConfig`.
-        `implementation` is what the caller of the loop named, or None. The output is exact
-        whatever a drafter reads of this. A drafter that samples as the target does is accepted
-        most. The draft's own `num_tokens` may be smaller, None, or -1. For an active request -1 is
-        0: only the loop ends requests.
+        takes. Its `num_tokens` is at most r - 1 for a request with r tokens left. Where it is -1
+        the state stays as it is: the request is inactive or, where K is "auto", drafts nothing.
+        `config` is the static `SpeculativeConfig`. `implementation` is what the caller of the loop
+        named, or None. The output is exact whatever a drafter reads of this. A drafter that samples
+        as the target does is accepted most. The draft's own `num_tokens` may be smaller, None, or
+        -1. For an active request -1 is 0: only the loop ends requests.
       reads_features: whether `extend` is given `features[B, C, E]`, the target's hidden states of
         these tokens, else None. It is then called after each step, too, with the tokens that the
         target has read and the step has committed.
@@ -76,6 +76,10 @@ def model_drafter(model: Model) -> Drafter:
 
     Every proposal first feeds the last two committed tokens. The draft model has not read the first
     of the two where all drafts of the last step were accepted.
+
+    A request with r tokens left drafts at most min(K, r - 1): a step emits one token besides. With
+    a fixed K the model draws K for it all the same, at up to K - 3 positions past the text's end,
+    and perhaps past its cache. The loop drops the tokens past the r - 1.
 
     Args:
       model: the draft `Model`.

@@ -104,8 +104,9 @@ def eagle3_drafter(
     """Returns a drafter that runs an EAGLE-3 head on top of the target.
 
     A step runs the head once over the last step's committed tokens, with the target's states. It
-    then runs it once for every drafted token, with the head's own states. If the head has no
-    embeddings or no lm_head, it uses the target's, which are held in memory once.
+    then runs it once for every drafted token, with the head's own states. Near a text's end these
+    are at up to K - 3 positions past it, as for `model_drafter`. If the head has no embeddings or
+    no lm_head, it uses the target's, which are held in memory once.
 
     Args:
       target: from `load` or `build`; the target that the head was trained for.
