@@ -30,12 +30,7 @@ from specjax.decode.compile.compile_generate import (
     compile_generate,
     load_compiled,
 )
-from specjax.decode.drafters import (
-    Drafter,
-    model_drafter,
-    ngram_drafter,
-    whole_prompt_drafter,
-)
+from specjax.decode.drafters import Drafter, model_drafter, ngram_drafter, whole_prompt_drafter
 from specjax.decode.generate import Generation, generate
 from specjax.decode.init_and_step import init, step
 from specjax.decode.logprobs import TopLogprobs, top_logprobs

@@ -161,20 +161,20 @@ def check_applied(
         kind = f"{len(outputs)} values" if isinstance(outputs, tuple | list) else _form(outputs)
         raise ValueError(f"{name} returned {kind}; it needs ({', '.join(names)}).")
     size, length = token_ids.shape
-    for part, state, width in zip(names, outputs[:-1], ("E", f"{num_taps} * E"), strict=False):
+    for noun, state, width in zip(names, outputs[:-1], ("E", f"{num_taps} * E"), strict=False):
         if np.shape(state)[:2] != (size, length) or np.ndim(state) != 3:
             raise ValueError(
-                f"{name} returned {part} {_form(state)} for token_ids {_form(token_ids)}; it needs "
+                f"{name} returned {noun} {_form(state)} for token_ids {_form(token_ids)}; it needs "
                 f"[{size}, {length}, {width}]."
             )
     caches = outputs[-1], cache.cache if isinstance(cache, Pieces) else cache
-    structures = [str(jax.tree.structure(each)) for each in caches]
-    forms = [[structures[i], *map(_form, jax.tree.leaves(caches[i]))] for i in (0, 1)]
-    for ours, needed in zip(*forms, strict=False):
-        if ours != needed:
+    parts = [[jax.tree.structure(each), *map(_form, jax.tree.leaves(each))] for each in caches]
+    for part, needed in zip(*parts, strict=False):
+        if part != needed:
             raise ValueError(
-                f"{name} returned a cache with {quote(ours)} in place of {quote(needed)}; it needs "
-                "the arrays of the cache that it is given, of the same shapes and dtypes."
+                f"{name} returned a cache with {quote(str(part))} in place of "
+                f"{quote(str(needed))}; it needs the arrays of the cache that it is given, of the "
+                "same shapes and dtypes."
             )
 
 

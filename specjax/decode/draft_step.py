@@ -23,13 +23,7 @@ from specjax.processing.history import History
 from specjax.processing.row_masks import draft_sampling
 from specjax.types import Draft
 
-__all__ = [
-    "discard_incompatible_draft",
-    "draft_budget",
-    "draft_next",
-    "propose_draft",
-    "run_draft",
-]
+__all__ = ["discard_incompatible_draft", "draft_budget", "draft_next", "propose_draft", "run_draft"]
 
 # Missed tokens that a drafter reads at once.
 _CHUNK_SIZE = 7

@@ -129,7 +129,7 @@ def take_first_requests(generation: Generation, size: int) -> Generation:
 def run_loop(
     models: Models, state: DecodeState, *, options: StepOptions
 ) -> tuple[Generation, DecodeState]:
-    """Takes steps until every request has ended; returns the texts, and the state without them.
+    """Takes steps until every request has ended; returns the texts, and the rest of the state.
 
     The state is an output, too, so that its caches lie in the memory of one that is donated.
     """

@@ -11,11 +11,7 @@ import jax.numpy as jnp
 
 from specjax.checks import as_array, check_count, check_logits, parse_array
 from specjax.core.gumbel_max import token_logprobs
-from specjax.core.logsumexp import (
-    LogNormalizer,
-    mask_below_cutoff,
-    row_statistics_once,
-)
+from specjax.core.logsumexp import LogNormalizer, mask_below_cutoff, row_statistics_once
 from specjax.core.subnormal import largest_equal
 from specjax.core.temperature import parse_temperature
 from specjax.devices.map_parts import map_parts
