@@ -106,11 +106,7 @@ def _raw_logits(
 
 @functools.partial(jax.jit, static_argnames="taps")
 def apply_model(
-    model: Model,
-    token_ids: jax.Array,
-    positions: jax.Array,
-    cache: Any,
-    taps: tuple[int, ...] = (),
+    model: Model, token_ids: jax.Array, positions: jax.Array, cache: Any, taps: tuple[int, ...] = ()
 ) -> tuple[jax.Array, jax.Array | None, Any]:
     """Returns the hidden states of tokens, their features, and the cache after them.
 

@@ -388,9 +388,7 @@ class _ShardedFunctions:
 
 @functools.cache
 def _steps_of(
-    config: TransformerConfig,
-    placement: Placement,
-    implementation: str | Implementation | None,
+    config: TransformerConfig, placement: Placement, implementation: str | Implementation | None
 ) -> _ShardedFunctions:
     """Returns the functions of a model; equal arguments give one object, to share programs."""
     share = config if placement.model is None else shard_config(config, placement.num_shares)

@@ -68,10 +68,7 @@ _DFLASH_FIELDS: Known = {
 
 
 def load_eagle3(
-    folder: str | os.PathLike[str],
-    dtype: DTypeLike | None = None,
-    *,
-    num_target_layers: int,
+    folder: str | os.PathLike[str], dtype: DTypeLike | None = None, *, num_target_layers: int
 ) -> tuple[Any, Eagle3Config]:
     """Loads the parameters of an EAGLE-3 head, for `eagle3_drafter`.
 
@@ -216,10 +213,7 @@ EAGLE3 = HeadFormat(
 
 
 def load_dflash(
-    folder: str | os.PathLike[str],
-    dtype: DTypeLike | None = None,
-    *,
-    num_target_layers: int,
+    folder: str | os.PathLike[str], dtype: DTypeLike | None = None, *, num_target_layers: int
 ) -> tuple[Any, DFlashConfig]:
     """Loads the parameters of a DFlash head, for `dflash_drafter`.
 

@@ -46,11 +46,7 @@ def _to_json(
     # Jinja's filter escapes HTML, which no model was trained on. The arguments are those of
     # transformers; `default` and `cls` would run a template's functions outside the sandbox.
     return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
 
 

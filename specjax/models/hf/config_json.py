@@ -122,14 +122,10 @@ _FAMILIES = {
     "mistral": _MISTRAL,
     "ministral": _MISTRAL,
     "qwen2": _Family(
-        _QWEN,
-        {"qkv_bias": True, "out_bias": False},
-        (*_WINDOW_FIELDS, _WINDOW_SWITCH, _BIAS),
+        _QWEN, {"qkv_bias": True, "out_bias": False}, (*_WINDOW_FIELDS, _WINDOW_SWITCH, _BIAS)
     ),
     "qwen3": _Family(
-        _QWEN | {"head_dim": 128},
-        {"qk_norm": True},
-        (*_WINDOW_FIELDS, _WINDOW_SWITCH, _BIAS),
+        _QWEN | {"head_dim": 128}, {"qk_norm": True}, (*_WINDOW_FIELDS, _WINDOW_SWITCH, _BIAS)
     ),
     "gemma2": _Family(
         _GEMMA_2,
@@ -171,10 +167,7 @@ _WRITTEN_FIELDS = (*_COPIED_FIELDS, "num_key_value_heads", "head_dim", "rope_the
 
 
 def refuse_unread(
-    fields: JsonObject,
-    source: str,
-    extra_fields: Collection[str],
-    defaults: Mapping[str, Any],
+    fields: JsonObject, source: str, extra_fields: Collection[str], defaults: Mapping[str, Any]
 ) -> None:
     """Refuses fields that change the logits and that the family does not read.
 
