@@ -283,8 +283,7 @@ def check_cumulative(cu_num_draft_tokens: Any, num_drafted: int, num_rows: int) 
 
     Raises:
       ValueError: for another shape, and for counts in the host's memory that do not begin with 0,
-        fall, or end above N. Also for [B] that adds up to N without ending there: such are counts
-        of each request, or cumulative counts with padding, which need their 0.
+        fall, or end above N.
     """
     name = "draft.cu_num_draft_tokens"
     counts, size = as_array(name, cu_num_draft_tokens), num_rows - num_drafted
@@ -297,12 +296,6 @@ def check_cumulative(cu_num_draft_tokens: Any, num_drafted: int, num_rows: int) 
     begins_with_0, counts = len(counts) > size, parse_array(name, counts, jnp.int32, counts.shape)
     known = _in_host_memory(counts)
     if known is not None:
-        if not begins_with_0 and known.sum() == num_drafted != known.max(initial=0):
-            raise ValueError(
-                f"{name} is {quote(known.tolist())}, which adds up to the {num_drafted} drafted "
-                "tokens as counts of each request do; it needs cumulative counts [B + 1], starting "
-                "at 0."
-            )
         steps = np.diff(known.astype(np.int64), prepend=0)
         falls = steps.min(initial=0) < 0 or (begins_with_0 and known[0] != 0)
         if falls or known.max(initial=0) > num_drafted:

@@ -96,8 +96,7 @@ class RaggedDraft(_DraftMethods):
     Attributes:
       token_ids: i32[N]. A -1 ends the drafted tokens of a request.
       cu_num_draft_tokens: i32[B + 1], cumulative counts from 0, at most N; or i32[B], as vLLM has
-        them, without the 0. Others are refused where the host reads them without a transfer. So is
-        [B] that adds up to N but ends below it, as counts of each request do.
+        them, without the 0. Others are refused where the host reads them without a transfer.
       max_draft_tokens: K, a Python int, static: the width of a result. A request with more has
         only its first K verified.
       logits: [S, V_d] in bf16, f16 or f32, raw draft logits, with S = N unless `rows` is given.
