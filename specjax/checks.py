@@ -300,8 +300,9 @@ def check_cumulative(cu_num_draft_tokens: Any, num_drafted: int, num_rows: int) 
         falls = steps.min(initial=0) < 0 or (begins_with_0 and known[0] != 0)
         if falls or known.max(initial=0) > num_drafted:
             raise ValueError(
-                f"{name} is {quote(known.tolist())}; it needs to begin with 0, or to leave that 0 "
-                f"out, never to fall, and to end at {num_drafted}, the drafted tokens, or below."
+                f"{name} is {quote(known.tolist())}; it holds cumulative counts and needs to begin "
+                f"with 0, or to leave that 0 out, never to fall, and to end at {num_drafted}, the "
+                "drafted tokens, or below."
             )
     if begins_with_0:
         return counts

@@ -19,7 +19,7 @@ from specjax.devices.placement import pvary_like
 from specjax.processing.sampling_params import SamplingParams
 from specjax.types import Model
 
-__all__ = ["Generation", "generate", "loop_in_place", "take_first_requests"]
+__all__ = ["Generation", "generate", "loop_in_place", "run_loop", "take_first_requests"]
 
 
 class Generation(NamedTuple):
@@ -129,7 +129,7 @@ def take_first_requests(generation: Generation, size: int) -> Generation:
 def run_loop(
     models: Models, state: DecodeState, *, options: StepOptions
 ) -> tuple[Generation, DecodeState]:
-    """Takes steps until every request has ended; returns the texts, and the rest of the state.
+    """Takes steps until every request has ended; returns the texts, and the state without them.
 
     The state is an output, too, so that its caches lie in the memory of one that is donated.
     """

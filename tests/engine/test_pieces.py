@@ -6,6 +6,7 @@ import functools
 import jax
 import numpy as np
 import pytest
+from machine import has_gpu
 
 import specjax
 from specjax.decode.drafters import Models
@@ -95,7 +96,7 @@ def _read_together(models, prompts, order, size, num_pieces, max_length):
 def test_pieces_of_several_prompts_write_the_caches_of_each_alone(name, implementation):
     models = _models(name, implementation)
     # A GPU multiplies float32 in tiles of other sizes, which round otherwise.
-    limits = {"rtol": 2e-4, "atol": 2e-5} if implementation != "triton" else {"atol": 5e-3}
+    limits = {"atol": 5e-3} if has_gpu() else {"rtol": 2e-4, "atol": 2e-5}
     axes = tuple(jax.tree.leaves(slots.row_axes(models, S)))
     for order in ((0, 1, 2, 3), (3, 2, 1, 0)):
         rows = _read_together(models, PROMPTS, order, PIECE, NUM_PIECES, S)

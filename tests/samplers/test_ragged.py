@@ -213,8 +213,11 @@ def test_cumulative_counts_may_leave_out_their_first_0_as_those_of_vllm_do(rule)
     ("cu", "words"),
     [
         ([0, 3, 2], r"is \[0, 3, 2\]; .* never to fall"),
-        ([3, 2], r"is \[3, 2\]; it needs to begin with 0, or to leave that 0 out"),
-        ([1, 2, 3], r"is \[1, 2, 3\]; it needs to begin with 0"),
+        (
+            [3, 2],
+            r"is \[3, 2\]; it holds cumulative counts and needs to begin with 0, or to leave",
+        ),
+        ([1, 2, 3], r"is \[1, 2, 3\]; it holds cumulative counts and needs to begin with 0"),
         ([0, 2, 4], r"is \[0, 2, 4\]; .* end at 3, the drafted tokens"),
         ([-1, 3], r"is \[-1, 3\]; "),
         (
