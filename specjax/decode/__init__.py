@@ -19,7 +19,7 @@
 | `metrics`, `logprobs` | counts of steps; listed log-probabilities |
 | `capacity` | sizes and padding of buffers |
 
-Open `step` first. Public calls check what enters; the rest trusts them.
+Open `step` first. Public calls check their arguments, and the other modules trust them.
 
 Letters: `B` requests, `K` drafted tokens, `S` tokens that buffers hold, `V` vocabulary. Imported by
 `engine`, `models`, `contrib` and `cli`.

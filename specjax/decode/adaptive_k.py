@@ -1,6 +1,6 @@
 """The number of tokens that a step drafts: K, or what a request's own past makes worth it.
 
-A step asks the policy of its state, and holds nothing of the other kinds:
+A step asks the policy of its state, and need not know which kind that is:
 
     FixedK     K tokens
     AdaptiveK  each request has its own k
@@ -23,9 +23,9 @@ for that rate:
     tokens[k] = 1 + rate + ... + rate^k
     speed[k]  = (tokens[k] + (B - 1) * usual_tokens[k']) / step_costs[k]         k >= k'
 
-Fewer than k' would shorten no step. More are drafted only where the request's own gain makes up
-for longer steps of all. The usual rate is the config's, else 0.55. That is less than most drafts
-have, because costs omit prompts that a drafter reads and drafts that the ends of texts cut off.
+A request that drafts fewer than k' shortens no step. It drafts more only where its own gain makes
+up for longer steps of all. The usual rate is the config's, else 0.55. Most drafts have a higher
+rate. But costs omit prompts that a drafter reads, and drafts that the ends of texts cut off.
 
     shared k = argmax_k sum_b speed_b[k]
 
@@ -63,11 +63,11 @@ _NUM_RATES = 64
 _TOKEN = 1024
 # Counts lose a 128th in every step: a step counts half after 89 others.
 _DECAY_SHIFT = 7
-# As if 2.48 of 4 tokens had been accepted before the first step. Of the priors that lose at most
-# 2 % where no draft is ever accepted, this one gained most on traces of the embedded pair.
+# The prior, as if 2.48 of 4 tokens had been accepted before the first step. On traces of the
+# embedded pair it gained most of the priors that lose at most 2 % where no draft is ever accepted.
 _PRIOR_TESTED = 4 * _TOKEN
 _PRIOR_ACCEPTED = 2540
-# Of each drafted token in the other slots of an engine, where the config has no usual rate.
+# Acceptance rate of tokens in the other slots of an engine, where the config has no usual rate.
 _USUAL_RATE = 0.55
 
 
@@ -109,7 +109,7 @@ class FixedK:
     is_adaptive = False
 
     def budget(self, num_tokens: jax.Array, is_active: jax.Array) -> jax.Array:
-        """Returns `num_tokens`: all that a text has room for."""
+        """Returns `num_tokens`: as many as a text has room for."""
         return num_tokens
 
     def draft_sizes(self, k: int, buckets: tuple[int, ...]) -> list[int]:
@@ -152,7 +152,7 @@ class AdaptiveK:
         """Returns how many tokens each request drafts next, i32[B].
 
         Args:
-          num_tokens: i32[B], most tokens that each text has room for.
+          num_tokens: i32[B], how many tokens each text has room for.
           is_active: bool[B], requests that go on.
         """
         return jnp.minimum(num_tokens, self._best_k(is_active))
@@ -199,7 +199,7 @@ class AdaptiveK:
           The draft, the drafter's state and the history.
         """
         drafts, history = num_tokens > 0, self.history
-        # The last two tokens are read by every proposal.
+        # Every proposal reads the last two tokens itself.
         missed = drafts & (lengths - 1 - history.num_read > 1)
         state = read(state, jnp.where(missed, history.num_read, lengths - 1))
         # To the drafter a request that drafts nothing is an inactive one, alone or in a batch.
@@ -207,7 +207,7 @@ class AdaptiveK:
         num_drafted = draft.num_tokens
         assert num_drafted is not None
         draft = draft.replace(num_tokens=jnp.where(drafts, num_drafted, num_tokens))
-        # It has read all but the last token of its draft.
+        # The drafter has read all but the last token of its draft.
         num_read = lengths - 1 + jnp.maximum(num_drafted, 1)
         history = history._replace(num_read=jnp.where(drafts, num_read, history.num_read))
         return draft, state, history
@@ -275,7 +275,8 @@ def cond_in_place(predicate: jax.Array, function: Callable[[Any], Any], operand:
 def k_by_rate(config: SpeculativeConfig, num_slots: int = 1) -> Any:
     """Returns the best k of each acceptance rate 0, 1/64, ..., 1, i32[65]; None if K is fixed.
 
-    Made on the host in float64; the smallest k of equal speed, from k' on.
+    The table is made on the host in float64. If several k >= k' have the same speed, the smallest
+    is best.
 
     Args:
       config: with the costs of steps and the usual rate.
@@ -300,9 +301,9 @@ def k_by_rate(config: SpeculativeConfig, num_slots: int = 1) -> Any:
 
 
 def throughput_by_rate(config: SpeculativeConfig) -> Any:
-    """Returns the expected tokens per cost of each k at each rate, f32[65, K + 1], or None.
+    """Returns the expected tokens per cost of each k at each rate, f32[65, K + 1].
 
-    None if K is fixed.
+    Returns None if K is fixed.
 
     Example:
       >>> config = SpeculativeConfig("auto", step_costs=(1.0, 1.25, 1.75))

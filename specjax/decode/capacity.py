@@ -34,6 +34,7 @@ __all__ = [
 ]
 
 DEFAULT_CAPACITY = 128
+# End-of-sequence ids are padded to a multiple of this.
 _EOS_IDS = 8
 # No token has this id, so that no emitted token equals it.
 _NO_TOKEN = -2
@@ -133,7 +134,7 @@ def pad_batch_to_mesh(requests: RequestBatch, placement: Placement | None) -> Re
     keys = settings.keys if settings.keys.shape else fold_in_rows(settings.keys, size)
 
     def repeat(x: Any, rank: int = 1) -> Any:
-        """Repeats the last request of an array that has an axis of requests, as its rank tells."""
+        """Repeats the last request of an array of at least `rank` axes, the first of requests."""
         return x[index] if x is not None and np.ndim(x) >= rank else x
 
     names = ("temperature", "prompt_lengths", "max_lengths")
@@ -149,12 +150,12 @@ def pad_batch_to_mesh(requests: RequestBatch, placement: Placement | None) -> Re
     return RequestBatch(requests.token_ids[index], requests.lengths[index], settings)
 
 
-def pad_eos(ids: Any, least: int = _EOS_IDS) -> Any:
-    """Returns ids i32[E], padded to a multiple of 8 and at least `least`: their number is data."""
+def pad_eos(ids: Any, min_size: int = _EOS_IDS) -> Any:
+    """Returns ids i32[E], padded to a multiple of 8, at least `min_size`: their number is data."""
     check_shape("eos_token_ids", ids, (ids.size,))
-    missing = max(least, -(-ids.size // _EOS_IDS) * _EOS_IDS) - ids.size
+    num_padding = max(min_size, -(-ids.size // _EOS_IDS) * _EOS_IDS) - ids.size
     pad = np.pad if isinstance(ids, np.ndarray) else jnp.pad
-    return pad(ids, (0, missing), constant_values=_NO_TOKEN)
+    return pad(ids, (0, num_padding), constant_values=_NO_TOKEN)
 
 
 def unpad(token_ids: Any, vocab_size: int | None = None) -> list[list[int]]:

@@ -164,8 +164,8 @@ def propose_draft(
 ) -> tuple[Draft, Any]:
     """Returns a checked draft of at most `max_tokens` i32[B] tokens, and the drafter's state.
 
-    A function of its own: the shapes of its draft are asked for before the first step, and a
-    compiled function is traced once for both.
+    The first step needs the shapes of a draft before one is made. Because this function is compiled
+    by itself, it is traced once for the shapes and for the steps.
     """
     sampling = draft_sampling(settings.sampling)
     inputs = DraftInputs(

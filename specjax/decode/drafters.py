@@ -78,8 +78,8 @@ def model_drafter(model: Model) -> Drafter:
     of the two where all drafts of the last step were accepted.
 
     A request with r tokens left drafts at most min(K, r - 1): a step emits one token besides. With
-    a fixed K the model draws K for it all the same, at up to K - 3 positions past the text's end,
-    and perhaps past its cache. The loop drops the tokens past the r - 1.
+    a fixed K the model draws K for it all the same. Up to K - 3 of their positions are past the
+    text's end, and perhaps past its cache. The loop drops the tokens past the r - 1.
 
     Args:
       model: the draft `Model`.
@@ -165,7 +165,7 @@ def _token_at(token_ids: jax.Array, index: jax.Array) -> jax.Array:
 
 @functools.lru_cache(maxsize=64)
 def ngram_drafter(max_ngram: int = 3, min_ngram: int = 1) -> Drafter:
-    """Returns a drafter by prompt lookup: it drafts what followed the last tokens before.
+    """Returns a drafter by prompt lookup: it drafts the tokens that followed the last ones before.
 
     The last n tokens are searched in the request's own prompt and output, n from `max_ngram` down
     to `min_ngram`. Where they occur more than once, the occurrence with the most tokens after it
@@ -295,7 +295,9 @@ def whole_prompt_drafter(
     init: Callable[[Any, jax.Array, jax.Array, int], Any],
     propose: Callable[..., Any],
 ) -> Drafter:
-    """Returns a drafter whose `init` is given whole prompts: at first none of them, then per chunk.
+    """Returns a drafter of whole prompts: its `init` gets all tokens read so far, none at first.
+
+    `init` is called again after each chunk of the prompts.
 
     Args:
       params: a pytree of arrays, possibly empty.

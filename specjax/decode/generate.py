@@ -79,8 +79,8 @@ def generate(
       temperature: f32, [B] or scalar, >= 0. Below 1e-5 the request is greedy. Negative or not
         finite makes it invalid.
       eos_token_ids: int, ints or i32[E], tokens that end a request. They are committed.
-      sampling: `SamplingParams` of the target; a draft model samples by them too. They are data:
-        only a rule that is added or taken away compiles anew. None is no rule.
+      sampling: `SamplingParams` of the target; a draft model samples by them too. Their values are
+        data: only a rule that is added or taken away compiles anew. None is no rule.
       config: a `SpeculativeConfig`. None is the default one.
       options: `LoopOptions`: the capacity of the buffers, the chunks of prompts, the
         log-probabilities that are listed, and the implementation.

@@ -55,7 +55,7 @@ def init(
       not divide the requests, copies of the last one follow them in the state.
 
     Raises:
-      ValueError: for what `generate` refuses.
+      ValueError: for arguments that `generate` refuses.
 
     Example:
       >>> from specjax.markov_chain import markov_chain
@@ -96,13 +96,14 @@ def step(
       target: as in `init`.
       drafter: as in `init`.
       state: from `init` or `step`.
-      config: as in `init`. Of another method, its step drops drafts that were drawn for the method
-        before, and goes on exactly. A state cannot change to or from "synthetic".
-      allowed: what each row of this step may emit: bool [B, K + 1, V], or words i32 or u32
+      config: as in `init`. Its method may differ from the one before, but not to or from
+        "synthetic". The step then drops drafts that were drawn for the method before, and stays
+        exact.
+      allowed: tokens that each row of this step may emit: bool [B, K + 1, V], or words i32 or u32
         [B, K + 1, ceil(V / 32)]. Row i follows the i first drafted tokens of the state, and row K
-        gives the bonus token. Of the target alone: the draft was drawn before. A state that `init`
-        began with such a mask needs it in every step. `RowMasks` makes them. B counts the
-        state's requests, its copies of the last one, too.
+        gives the bonus token. The mask holds for the target's rows alone: the draft was drawn
+        before. A state that `init` began with such a mask needs one in every step. `RowMasks` makes
+        them. B counts the state's requests, its copies of the last one, too.
       implementation: as in `init`.
 
     Returns:

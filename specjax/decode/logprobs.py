@@ -48,7 +48,7 @@ class TopLogprobs(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class LogprobsConfig:
-    """Which log-probabilities a decode loop lists; static, so a pytree without leaves.
+    """Log-probabilities that a decode loop lists; static, so a pytree without leaves.
 
     Attributes:
       num: likeliest tokens listed per generated token, >= 0.

@@ -38,7 +38,7 @@ class MatchedText:
     """A matcher that has read the committed tokens of one text.
 
     Args:
-      matcher: it has read nothing, and is this object's from now on.
+      matcher: one that has read nothing. It belongs to this object from now on.
       vocab_size: V.
       name: of the text, for errors.
     """
@@ -54,7 +54,7 @@ class MatchedText:
             raise ValueError(
                 f"a matcher's mask has {words.size} words; {self._vocab_size} tokens need {width}."
             )
-        return words[:width]  # llguidance's has room for another token
+        return words[:width]  # A mask of llguidance may have one more word.
 
     def read(self, tokens: list[int]) -> None:
         """Reads committed tokens. Some matchers do not read the token that ends a text."""

@@ -17,11 +17,12 @@ __all__ = [
     "uses_kernels",
 ]
 
-# Tokens of a prompt that a CPU reads at once. It reads padding as slowly as tokens.
+# Tokens of a prompt that a CPU reads at once. A CPU reads padding as slowly as tokens.
 PREFILL_CHUNK_SIZE = 128
 
 # Tokens that a GPU reads at once, of all prompts together; each has at least 128. An 8B model on an
-# H100 reads 512 in 1.4 times the time of 256. More are hardly faster per token, and others wait.
+# H100 reads 512 in 1.4 times the time of 256. Longer chunks are hardly faster per token, and the
+# other requests of an engine wait for them.
 _GPU_CHUNK_SIZE = 512
 
 
@@ -47,9 +48,9 @@ class LoopOptions:
       max_length: S, the tokens of a request that the buffers and caches have room for, a Python
         int. None is the next power of two, at least 128, that fits the prompts and
         `max_new_tokens`, and at most what the target's positions take. Programs are compiled for
-        a capacity and a batch size: within them, prompts of other lengths, other
+        a capacity and a batch size. Within them, prompts of other lengths, other
         `max_new_tokens`, end-of-sequence ids and sampling values compile nothing. Tokens do not
-        depend on it.
+        depend on `max_length`.
       prefill_chunk_size: tokens of a prompt that the models read at once, a Python int >= 1. It
         bounds the memory of a long prompt; tokens do not depend on it. None is 128;
         through kernels 512 of one prompt, 256 of each of two.
@@ -57,8 +58,8 @@ class LoopOptions:
         log-probability, a Python int in [0, V]. None lists none.
       logprobs_mode: "raw" lists the model's distribution at temperature 1, "processed" the
         distribution that was sampled from. `Generation.logprobs` are always of the second.
-      implementation: of verification, cutoffs and drafts, as in `rejection_sample`. What is named
-        is passed to `drafter.propose` too. A model chooses the kernels of its own layers.
+      implementation: of verification, cutoffs and drafts, as in `rejection_sample`. A name is
+        passed to `drafter.propose` too. A model chooses the kernels of its own layers.
 
     Example:
       >>> from specjax.markov_chain import markov_chain
@@ -82,7 +83,7 @@ class StepOptions:
     """Checked options of a step, a static argument of `jit`: other ones are another program.
 
     Attributes:
-      config: a compile key.
+      config: from `SpeculativeConfig.compile_key`.
       implementation: a resolved one if the caller named one, else None.
       row_buckets: numbers of drafted tokens, besides 0 and K, for which a step of adaptive K has a
         copy of the target's layers.
@@ -102,7 +103,7 @@ class StaticOptions:
     """Checked options of the programs of a loop, a static argument of `jit`.
 
     Attributes:
-      step: of each step.
+      step: the options of each step.
       chunk_size: most tokens of a request's prompt that the models read at once.
     """
 

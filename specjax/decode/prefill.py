@@ -2,9 +2,9 @@
 
     run_prefill          the loop over all chunks, on the device
     read_prompt_chunk    one chunk of each prompt, for a host that loops
-    read_chunk           given tokens at given positions; both call it, and so does the engine
+    read_chunk           tokens at any positions; both call it, and so does the engine
 
-`run_requests` runs `run_prefill` and a decoding program, which XLA compiles at the same time.
+`run_requests` runs `run_prefill` and a decoding program, and XLA compiles both at the same time.
 """
 
 import functools
@@ -144,7 +144,7 @@ def begin_compilation(
     """Returns `run_prefill` and `run` as they were lowered, and futures of the compiled programs.
 
     The first is compiled, or read from JAX's compilation cache, while Python traces the second. For
-    a model over devices the second is traced afterwards: the first tells the state's sharding.
+    a model on a mesh the second is traced afterwards: it needs the sharding of the first's output.
     """
     pool = futures.ThreadPoolExecutor(2)
     try:
@@ -165,9 +165,9 @@ def begin_compilation(
 
 
 def _prefill_program() -> Any:
-    """Returns `run_prefill`; on a GPU the one with XLA options that shorten its compilation.
+    """Returns `run_prefill`; on a GPU one with XLA options that shorten its compilation.
 
-    Traced into another program it has no options: JAX refuses them there.
+    Inside another program it has no such options, because JAX refuses them there.
     """
     return run_prefill if is_traced() or prefill_options() is None else _gpu_prefill()
 
@@ -210,8 +210,8 @@ def run_prefill(
     padded = jnp.pad(prompt, ((0, 0), (0, -prompt.shape[1] % chunk_size)))
 
     def read_next(done: jax.Array, cache: Any, drafter_state: Any) -> Any:
-        given = state._replace(target_cache=cache, drafter_state=drafter_state)
-        return _read_chunk(models, given, padded, done, chunk_size, reads_last)
+        before = state._replace(target_cache=cache, drafter_state=drafter_state)
+        return _read_chunk(models, before, padded, done, chunk_size, reads_last)
 
     def read(carry: Any) -> Any:
         done, *caches, last = carry
@@ -346,20 +346,21 @@ def read_chunk(
     drafter_end: jax.Array | None = None,
     rows: jax.Array | None = None,
 ) -> tuple[Any, Any, tuple[jax.Array, jax.Array | None]]:
-    """Returns both models' states after given tokens, and the target's outputs for these tokens.
+    """Returns both models' states after a chunk of tokens, and the target's outputs for them.
 
     Args:
       models: the target reads all tokens, and the drafter those before `drafter_end`.
-      cache: of the target.
-      drafter_state: of the drafter.
+      cache: the target's, before the chunk.
+      drafter_state: the drafter's, before the chunk.
       token_ids: i32[B, C].
       positions: i32[B, C], -1 where there is no token.
       drafter_end: i32[B, 1], the first position that the drafter does not read; None reads all.
-      rows: i32[B], of `specjax.types.Pieces`, where both models read pieces; None is row b of b.
+      rows: i32[B], the row of the caches that each piece continues, as in `specjax.types.Pieces`.
+        Both models have to read pieces then. None is row b for tokens b.
 
     Returns:
-      The target's cache, the drafter's state, and a pair: hidden states [B, C, D], and features
-      [B, C, A * D] of the drafter's A taps, or None without taps.
+      The target's cache, the drafter's state, and a pair of the target's outputs. These are hidden
+      states [B, C, D], and features [B, C, A * D] of the drafter's A taps, or None without taps.
     """
     target, drafter = models
     whole = functools.partial(Pieces, rows=rows) if rows is not None else lambda cache: cache
@@ -367,7 +368,8 @@ def read_chunk(
     if drafter is not None:
         if drafter_end is not None:
             positions = jnp.where(positions < drafter_end, positions, -1)
-        # A drafter with taps reads the target's states after those layers, one without the last.
+        # A drafter with taps reads the target's states after those layers. Another drafter of
+        # features reads the states after the last layer.
         states = features if models.taps else hidden
         states = states if drafter.reads_features else None
         operands = (whole(drafter_state), token_ids, positions, states)

@@ -291,13 +291,13 @@ def _draw_tokens(
     Args:
       draw: ``(i, carry, token_ids, drafted) -> (carry, token_ids, outputs)``. It draws token i, a
         number or i32[], after the one before. `drafted` is the first output of the draws before,
-        [B, K], of which index i and those after it say nothing. It may be None where i is 0.
+        [B, K]; its values from index i on are not to be read. It may be None where i is 0.
       carry: pytree.
       token_ids: i32[B], the last committed tokens.
       keys: [B], of the mesh axes that outputs vary over inside `shard_map`.
       num_tokens: K, a Python int >= 1.
-      num_drawn: i32[], how many are drawn, at least 1. None is all. What the others hold says
-        nothing.
+      num_drawn: i32[], how many are drawn, at least 1; None is all. Outputs of other indices are
+        not to be read.
 
     Returns:
       Arrays [B, K, ...], one for each output, and the carry.

@@ -1,4 +1,4 @@
-"""The requests of a batch, from what `generate` and `init` are given to checked arrays."""
+"""The requests of a batch: arguments of `generate` and `init`, checked and made arrays."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -61,7 +61,7 @@ def check_arguments(
     config: SpeculativeConfig | None = None,
     options: LoopOptions = LoopOptions(),
 ) -> tuple[RequestBatch, StaticOptions]:
-    """Returns the arguments of `generate` as arrays and as what is compiled in."""
+    """Returns the arguments of `generate`: checked arrays, and options that are compiled in."""
     config = SpeculativeConfig() if config is None else config
     _check_types(target, drafter, config, options)
     logprobs = check_logprobs_config(options.num_logprobs, options.logprobs_mode)
@@ -107,10 +107,10 @@ def parse_prompts(prompts: Any) -> tuple[Any, Any]:
       prompts: as in `generate`, unchecked.
 
     Returns:
-      NumPy arrays; of a pair, what came as arrays of JAX is returned as such.
+      NumPy arrays. JAX arrays of a pair are returned as JAX arrays.
 
     Raises:
-      ValueError: for an empty prompt, and for what is neither.
+      ValueError: for an empty prompt, and for a value that is neither.
 
     Example:
       >>> ids, lengths = parse_prompts([[1, 2, 3], [4]])
@@ -161,7 +161,7 @@ def _parse_prompt(name: str, prompt: Any) -> np.ndarray:
 
 
 def _parse_pair(token_ids: Any, lengths: Any) -> tuple[Any, Any]:
-    """Returns prompts i32[B, L] and their lengths i32[B]; on the host what came from there."""
+    """Returns prompts i32[B, L] and their lengths i32[B]; arrays of the host stay there."""
     token_ids = as_array("prompts[0]", token_ids)
     lengths = as_array("prompts[1]", lengths)
     if token_ids.ndim != 2 or 0 in token_ids.shape:
@@ -212,7 +212,8 @@ def check_step_options(
 ) -> StepOptions:
     """Returns the options of a step, or refuses them."""
     check_noise_dtype(config.noise_dtype)
-    # Also without a name: this looks for Pallas, and the newest JAX traces anew once it is found.
+    # Called without a name, too: it looks for Pallas, and once that is found the newest JAX traces
+    # anew.
     resolved = resolve_implementation(implementation)
     return StepOptions(config.compile_key(), None if implementation is None else resolved)
 

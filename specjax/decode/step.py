@@ -8,10 +8,11 @@
 
 Row 0 holds the logits after the last committed token, row i those after the i-th drafted token.
 
-In a request's first step nothing is drafted: row 0 is that of the prompt's last token, which the
-step feeds, or which the prefill has read already (`run_first_step`). Without a drafter K = 0: plain
-decoding. The state is one pytree. The models' parameters are traced arguments, not constants of the
-program. The parts are functions of their own, so that a host can compile them apart.
+In a request's first step nothing is drafted: row 0 is that of the prompt's last token. The step
+feeds this token, unless the prefill has read it already (`run_first_step`). Without a drafter
+K = 0: plain decoding. The state is one pytree. The models' parameters are traced arguments, not
+constants of the program. The parts are functions of their own, so that a host can compile them
+apart.
 
 The callers have checked the arguments. `target_step` checks what the target returns, and
 `draft_step` what the drafter returns.
@@ -167,7 +168,7 @@ def verify_pending(state: DecodeState, rows: TargetRows, options: StepOptions) -
     rule = static_rule(config.verification_rule(settings.conditional_rates))
     call = CallOptions(config.noise_dtype, resolved, k, rule)
     if rule == COUPLED:
-        # It compares drafted tokens with the target's own draws: draft probabilities are not read.
+        # Coupling compares drafted tokens with the target's own draws, and reads no probabilities.
         draft = draft.without_q()
     inputs = VerifyInputs(
         draft,
@@ -187,7 +188,7 @@ def verify_pending(state: DecodeState, rows: TargetRows, options: StepOptions) -
 
 
 def commit_emitted(state: DecodeState, rows: TargetRows, info: StepInfo) -> DecodeState:
-    """Returns the state with the tokens that a step emitted, and all that is counted of them.
+    """Returns the state with the tokens that a step emitted, and with their counts.
 
     Args:
       state: from `compute_rows`, which has committed nothing.

@@ -265,10 +265,11 @@ class Engine:
         Args:
           request: one of this engine's.
           drops_cache: whether the target's cache of the request is dropped, and computed again from
-            its tokens, chunk by chunk. If not, it takes the memory of one more slot until then.
+            its tokens, chunk by chunk. A cache that is kept takes the memory of one more slot until
+            the request goes on.
 
         Returns:
-          Whether it was in a slot.
+          Whether the request was in a slot.
         """
         self._scheduler.queue.check_open()
         return self._scheduler.preempt(request, drops_cache)
@@ -341,7 +342,7 @@ def resolve_speculation(
 ) -> tuple[Drafter | None, SpeculativeConfig | None, Any]:
     """Returns the drafter and the config of an engine, and its `k_by_rate` if rates decide K.
 
-    Where K is the same at every rate, the engine is one of that fixed K, or without a drafter.
+    Where K is the same at every rate, the engine drafts that fixed K; for K = 0 it has no drafter.
 
     Args:
       drafter: as in `Engine`, unchecked.

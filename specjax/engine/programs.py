@@ -1,4 +1,4 @@
-"""The compiled programs of an engine: bound to its models, measured in bytes, run once each.
+"""The compiled programs of an engine: bound to its models, measured in bytes, and warmed up.
 
     make_programs -> explain_slots_out_of_memory -> warm_up -> a state of empty slots
 
@@ -34,7 +34,7 @@ __all__ = [
     "warm_up",
 ]
 
-# A chunk's attention takes little of its time in a row of fewer tokens.
+# Fewest tokens to which rows are halved. In shorter rows, attention would save a chunk little time.
 _MIN_ROW = 512
 # Prompts that are read before a slot is empty, without a batch. Each takes a slot's memory.
 _PREFILL_AHEAD = 2
@@ -70,13 +70,14 @@ class Programs(NamedTuple):
       chunk_size: C, tokens of a prompt that are read at once.
       prefill_chunk: `(row, token_ids[1, C], positions[1, C]) -> PromptRow`.
       new_target_row: `(*, max_length) -> PromptRow` without a drafter's state.
-      batch: sizes of the batch of prompts, in rows of the least length; None without one.
+      batch: sizes of the batch of prompts, whose rows have the shortest length; None if each
+        prompt is read by itself.
       put_row: `(rows, row, index) -> rows` with the row of one prompt among N.
       prefill_batch: `(rows, token_ids[N, piece_size], positions) -> rows`; for pieces
         `(rows, token_ids[P, piece_size], positions, row_of_piece[P]) -> rows`.
       take_row: `(rows, index) -> PromptRow` of one prompt.
-      admit: `(slots, row, slot, prompt[1, S], request) -> slots`, with a row of any of the lengths;
-        or with all rows of the batch, and the place of one.
+      admit: `(slots, row, slot, prompt[1, S], request) -> slots`, with a row of any of the lengths.
+        With one more argument, the place of a row, it takes all rows of the batch instead.
       step: `(slots, allowed) -> (slots, StepOutput)`.
       release: `(slots, is_released: bool[B]) -> slots`.
       park: `(slots, slot) -> DecodeState`, a batch of one.
@@ -111,8 +112,8 @@ class Programs(NamedTuple):
     def prefill_depth(self) -> int:
         """Entries of the queue that are read before a slot is empty.
 
-        With a batch, N of them are in it, and N / 2 may be read and wait for a slot. Those that are
-        read in pieces wait in their rows.
+        With a batch, N of them are in it, and N / 2 more are read and wait for a slot. Prompts that
+        are read in pieces wait in the batch.
         """
         if self.batch is None:
             return _PREFILL_AHEAD
@@ -121,11 +122,11 @@ class Programs(NamedTuple):
 
     @property
     def prefill_slots(self) -> float:
-        """Memory of in-flight prefills, in slots."""
-        # 2.5 = two rows and, while one grows, its half-length predecessor.
+        """Memory of prompts that are being read or wait for a slot, in slots."""
+        # 2.5 = two rows and, while one grows, the row of half its length that it replaces.
         if self.batch is None:
             return 2.5
-        # The batch's rows, those prefilled ahead of it, and an empty one.
+        # The batch's rows, those of prompts that are read and left it, and an empty one.
         num_rows = self.batch.num_rows + self.prefill_depth - _PREFILL_AHEAD + 1
         if self.batch.num_pieces:
             num_rows = self.batch.num_rows
@@ -232,9 +233,9 @@ def _choose_batch(
 ) -> BatchShape | None:
     """Returns the batch whose prompts are read together, a piece of each; None off CPU.
 
-    A CPU reads the weights from memory once for all prompts. Pieces of a quarter chunk have less
-    padding, and together they have two chunks or more. On a GPU, other prompts in a batch would
-    change a prompt's last bits.
+    A CPU reads the weights from memory once for all prompts. A piece of a quarter chunk needs
+    less padding than a whole chunk. It is longer where all pieces together would be less than two
+    chunks. On a GPU, other prompts in a batch would change a prompt's last bits.
     """
     size = min(_MAX_PROMPTS, num_slots // 4)
     if size < 2 or chunk_size < _MIN_CHUNK or jax.default_backend() != "cpu":
@@ -277,24 +278,24 @@ def devices_of(target: Model) -> set[jax.Device]:
 def explain_slots_out_of_memory(
     devices: Iterable[jax.Device], programs: Programs
 ) -> Iterator[None]:
-    """Refuses slots that the devices together have no room for, before or when they are made.
+    """Refuses slots that the devices have no room for, before the block makes them or when it does.
 
     Raises:
       MemoryError: with the bytes of a slot.
     """
     slot_bytes, prefill_slots = programs.slot_bytes, programs.prefill_slots
-    needed = int(slot_bytes * (programs.num_slots + prefill_slots))
+    needed_bytes = int(slot_bytes * (programs.num_slots + prefill_slots))
     error = MemoryError(
         f"The device has no room for {programs.num_slots} slots: each takes "
         f"{format_bytes(slot_bytes)} at max_length {programs.row_lengths[-1]}, and prompts that "
-        f"are read {prefill_slots:.1f} more, {format_bytes(needed)} together. Fewer num_slots or a "
-        "smaller max_length take less."
+        f"are read {prefill_slots:.1f} more, {format_bytes(needed_bytes)} together. "
+        "Fewer num_slots or a smaller max_length take less."
     )
     # A CPU has no statistics: its allocator fails when it is asked.
     stats = [device.memory_stats() or {} for device in devices]
     if all("bytes_limit" in each for each in stats):
-        free = sum(each["bytes_limit"] - each.get("bytes_in_use", 0) for each in stats)
-        if needed > free:
+        free_bytes = sum(each["bytes_limit"] - each.get("bytes_in_use", 0) for each in stats)
+        if needed_bytes > free_bytes:
             raise error
     try:
         yield

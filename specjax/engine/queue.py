@@ -74,7 +74,7 @@ class QueueEntry(abc.ABC):
         return (self.row is not None or self.place is not None) and not self.unread.size
 
     def next_chunk(self, size: int) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the next tokens and their positions, two i32[1, size]; positions end with -1."""
+        """Returns the next tokens and their positions, two i32[1, size], padded with 0 and -1."""
         chunk = self.unread[:size]
         token_ids, positions = empty_chunk(1, size)
         token_ids[0, : chunk.size] = chunk
@@ -82,9 +82,9 @@ class QueueEntry(abc.ABC):
         return token_ids, positions
 
     def read_chunk(self, programs: Programs) -> bool:
-        """Reads the next tokens into the row; returns whether there were any.
+        """Reads the next tokens into the row; returns whether a token was unread.
 
-        The row is made, or grown, even if there were none: a prompt of one token needs a row, too.
+        The row is made, or grown, in any case: a prompt of one token needs a row, too.
         """
         self._grow_row(programs)
         if not self.unread.size:
@@ -94,7 +94,7 @@ class QueueEntry(abc.ABC):
         return True
 
     def _grow_row(self, programs: Programs) -> None:
-        """Makes or grows the row to the least of `row_lengths` that holds the next chunk."""
+        """Makes or grows the row to the shortest of `row_lengths` that holds the next chunk."""
         num_tokens = min(self.num_read + programs.chunk_size, self.token_ids.size - 1)
         length = next(length for length in programs.row_lengths if length >= num_tokens)
         if self.row is None:
@@ -176,7 +176,7 @@ class ParkedRequest(QueueEntry):
         return self._token_ids
 
     def read_chunk(self, programs: Programs) -> bool:
-        """Reads the next tokens by the target alone; returns whether there were any."""
+        """Reads the next tokens by the target alone; returns whether a token was unread."""
         return super().read_chunk(programs.of_target())
 
     def admit(self, programs: Programs, slots: DecodeState, slot: int) -> DecodeState:
@@ -215,20 +215,23 @@ class PrefillBatch:
         max_chunks: float,
         is_urgent: bool,
     ) -> int:
-        """Reads the next tokens of several prompts at once; returns the cost in chunks of one.
+        """Reads the next tokens of several prompts by one program; returns its cost in chunks.
 
-        It does nothing unless the first entry fits the batch and all N places can be filled. Of
-        pieces all P have to be filled, unless the reading is urgent.
+            cost = ceil(N * piece_size / chunk_size)        1 if prompts are read in pieces
+
+        Nothing is read unless the first entry fits the batch. A program with one piece of each
+        prompt needs a prompt for each of the N places. One with P pieces of any prompts needs all
+        P, unless the reading is urgent.
 
         Args:
           programs: of the engine.
           unread: the entries to read, the first of the queue first.
-          max_chunks: most that may be spent until the first entry is read, in chunks of one
-            prompt: a slot that is empty waits for it. Infinity if no slot is empty.
-          is_urgent: whether a slot is empty, or few prompts are read ahead of one.
+          max_chunks: the greatest cost of all reads until the first entry is read. An empty slot
+            waits for that entry. Infinity if no slot is empty.
+          is_urgent: whether a slot is empty, or too few prompts are read for the next empty ones.
 
         Returns:
-          How many chunks of `chunk_size` tokens have as many tokens; 0 if nothing was read.
+          The cost; 0 if nothing was read.
         """
         first = unread[0]
         if programs.batch is None or not _fits_batch(first, programs):
@@ -254,9 +257,9 @@ class PrefillBatch:
     def _read_pieces(
         self, programs: Programs, unread: Sequence[QueueEntry], needs_all: bool
     ) -> int:
-        """Reads the next pieces of prompts, in the order of the queue; returns 1, one chunk.
+        """Reads the next pieces of prompts, in the order of the queue; returns a cost of 1 chunk.
 
-        If it needs all P pieces and there are fewer, it returns 0 and reads nothing.
+        With `needs_all`, fewer than P pieces are not read, and the cost is 0.
         """
         assert programs.batch is not None
         _, size, num_pieces = programs.batch
@@ -283,20 +286,20 @@ class PrefillBatch:
     ) -> list[tuple[int, PromptGroup]]:
         """Returns unread prompts in the order of the queue, each with its place or a free one.
 
-        Prompts that fit no place, or find none, are left out.
+        Prompts that do not fit are left out, and so are those for which no place is free.
         """
         assert programs.batch is not None
         places = {group: index for index, group in self._groups.items()}
-        free = [index for index in range(programs.batch.num_rows) if index not in self._groups]
+        free_places = [i for i in range(programs.batch.num_rows) if i not in self._groups]
         groups = [entry for entry in unread if _fits_batch(entry, programs)]
-        new = [group for group in groups if group not in places]
-        places |= dict(zip(new, free, strict=False))
+        new_groups = [group for group in groups if group not in places]
+        places |= dict(zip(new_groups, free_places, strict=False))
         return [(places[group], group) for group in groups if group in places]
 
     def _fill(self, programs: Programs, unread: Sequence[QueueEntry]) -> bool:
-        """Puts the rows of unread prompts into all free places, if there are enough prompts.
+        """Puts the rows of unread prompts into all free places; returns whether all are filled.
 
-        Returns whether every place has a prompt. If not, nothing changed.
+        If there are too few prompts, no row is put anywhere.
         """
         assert programs.batch is not None
         matched = dict(self._match_places(programs, unread))
@@ -334,7 +337,7 @@ class PrefillBatch:
     def detach_group(self, programs: Programs, entry: QueueEntry) -> None:
         """Gives an entry its row back and frees its place; does nothing for other entries.
 
-        What is then left to read of the entry is read into its own row.
+        The entry's unread tokens are then read into its own row.
         """
         for index, group in self._groups.items():
             if group is entry:
@@ -368,8 +371,8 @@ class WaitingQueue:
       max_waiting: most requests that wait.
 
     Attributes:
-      lock: held while an entry or the order of entries changes. It is reentrant: methods that
-        take it call each other.
+      lock: held while an entry or the order of entries changes. The lock is reentrant, because
+        methods that take it call each other.
       closed_reason: a sentence why the engine is closed and nothing may be put in, or None.
     """
 
@@ -417,7 +420,7 @@ class WaitingQueue:
             )
 
     def put(self, entry: QueueEntry) -> None:
-        """Puts an entry at the end, as `check_room` allows."""
+        """Puts an entry at the end of the queue; raises the errors of `check_room`."""
         with self.lock:
             self.check_room(len(entry.waiting))
             self._entries.append(entry)
@@ -449,7 +452,7 @@ class WaitingQueue:
             return list(itertools.islice(self._entries, number))
 
     def pop(self) -> Request:
-        """Removes the first request and returns it; its entry goes with its last request."""
+        """Removes the first request and returns it; an entry is removed with its last request."""
         with self.lock:
             request = self._entries[0].waiting.popleft()
             if not self._entries[0].waiting:

@@ -1,4 +1,4 @@
-"""`Request`: the tokens and the text that it got so far, and the reason of its end."""
+"""`Request`: the tokens and the text that a request got so far, and the reason of its end."""
 
 import asyncio
 import contextlib
@@ -93,7 +93,7 @@ class Request:
       top_logprobs: a `TopLogprobs` of NumPy arrays for each; empty unless the engine lists them.
       text: the text of `token_ids` up to a stop string; None without a tokenizer.
       finish_reason: None while the request goes on, else one of `FinishReason`.
-      error: a sentence why it was refused, or with the error that ended it; or None.
+      error: a sentence why the request was refused, or which error ended it; else None.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class Request:
 
     @property
     def num_remaining(self) -> int:
-        """Most tokens that it may still get."""
+        """Most tokens that the request may still get."""
         return self._max_new_tokens - len(self.token_ids)
 
     @property
@@ -204,14 +204,14 @@ class Request:
         return self._matched is not None
 
     def fill_masks(self, rows: np.ndarray) -> None:
-        """Writes the masks u32[K + 1, ceil(V / 32)] of its next step; it has read all before."""
+        """Writes the masks u32[K + 1, ceil(V / 32)] of the next step, from its matcher."""
         if self._matched is not None:
             with self._contain_errors(FinishReason.MATCHER_ERROR):
                 self._matched.fill(self._drafted, rows)
 
     @contextlib.contextmanager
     def _contain_errors(self, reason: str) -> Iterator[None]:
-        """Ends this request alone, for a reason "x_error", if the caller's x raises."""
+        """Ends this request alone, for a reason such as "matcher_error", if the block raises."""
         try:
             yield
         except BaseException as error:  # A panic of Rust is no Exception.
@@ -220,7 +220,7 @@ class Request:
                 raise
 
     def add(self, output: StepOutput, slot: int) -> None:
-        """Adds the tokens that a step committed for it, if it has not ended.
+        """Adds the tokens that a step committed for this request, unless it has ended.
 
         Args:
           output: NumPy arrays.

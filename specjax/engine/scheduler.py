@@ -163,11 +163,11 @@ class Scheduler:
         """Takes a request out of its slot and puts it first in the queue, with its state.
 
         Args:
-          request: any.
+          request: one that is in a slot, or any other.
           drops_cache: whether the target's cache is dropped, and computed again.
 
         Returns:
-          Whether it was in a slot.
+          Whether the request was in a slot.
         """
         with self._step_lock, self._closing_on_loss(), delayed_interrupts():
             if request not in self._occupants or request.finish_reason is not None:
@@ -264,17 +264,19 @@ class Scheduler:
             num_steps = sum(step.occupants[slot] is request for step in self._in_flight)
             if request.finish_reason is not None:
                 self._to_release.add(slot)
-            elif request.num_remaining > num_steps:  # A step gives a token at least.
+            elif request.num_remaining > num_steps:  # A step gives at least one token.
                 continue
             self._occupants[slot] = None
 
     def _fill_slots(self) -> None:
         """Prefills waiting prompts chunk by chunk, and admits requests whose prompt is read.
 
-        Two chunks, and two for every empty slot after the first, keep more slots busy than one. But
-        a single waiting prompt gets one chunk, so that the slots do not wait for two. A batch
-        counts as many chunks as it has tokens for. A chunk of pieces has several prompts: one is
-        enough while no slot is empty.
+            num_chunks = min(2 * max(1, empty slots), entries of the queue), at least 1
+
+        Two chunks for an empty slot keep more slots busy than one. But a single waiting prompt gets
+        one chunk, so that the slots do not wait for two. `PrefillBatch.read` returns the cost of a
+        batch in chunks. A chunk of pieces has several prompts: while no slot is empty, one is
+        enough.
         """
         empty = [slot for slot, request in enumerate(self._occupants) if request is None]
         batch = self._programs.batch
@@ -350,8 +352,8 @@ class Scheduler:
             with self._calling_user_code():
                 request.add(output, slot)
             # After a stop string the device decodes on: `_vacate_slots` releases the slot.
-            is_here = self._occupants[slot] is request
-            if is_here and output.finish[slot] != 0 and request.finish_reason is not None:
+            is_in_slot = self._occupants[slot] is request
+            if is_in_slot and output.finish[slot] != 0 and request.finish_reason is not None:
                 self._occupants[slot] = None
         if self._in_flight and self._in_flight[0] is step:
             self._in_flight.popleft()

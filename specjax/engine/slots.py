@@ -46,7 +46,7 @@ __all__ = [
 ]
 
 _State = TypeVar("_State")
-# In place of the axis of a leaf that all requests share; axes are counted from 0.
+# Stands for the axis of a leaf that all requests share. Axes of other leaves are counted from 0.
 _NO_BATCH_AXIS = -1
 # The `finish` of a slot without a request.
 _EMPTY_SLOT = -1
@@ -150,7 +150,7 @@ def prefill_chunk(
 
     Args:
       models: as in `Engine`.
-      row: before the chunk. Without a drafter's state, the target alone reads.
+      row: the caches before the chunk. Without a drafter's state, the target alone reads.
       token_ids: i32[1, C], or i32[N, C] of a batch.
       positions: of the same shape, -1 where there is no token.
       rows: i32[P], the row of a batch that each of P pieces [P, C] continues, as in
@@ -178,7 +178,7 @@ def empty_slots(
       options: as in `run_step`.
     """
     size = settings.prompt_lengths.shape[0]
-    # A request has a prompt of at least one token; its slot is then released.
+    # `begin_prefill` needs prompts of at least one token. `release` then empties their slots.
     prompts = jnp.zeros((size, max_length), jnp.int32)
     requests = RequestBatch(prompts, jnp.ones((size,), jnp.int32), settings)
     state = begin_prefill(models, requests, options=options)
@@ -205,8 +205,8 @@ def admit(
 
     Args:
       models: as in `Engine`.
-      slots: before.
-      row: has read the prompt but for its last token; of any length that holds it.
+      slots: the state before.
+      row: the caches of all tokens of the prompt but the last; of any length that holds it.
       slot: i32.
       prompt: i32[1, S]; tokens after the prompt are ignored.
       request: its settings.
@@ -241,7 +241,7 @@ def step_slots(
 
     Args:
       models: as in `Engine`.
-      slots: before.
+      slots: the state before.
       allowed: u32[B, K + 1, ceil(V / 32)], a host's masks of the rows of this step; or None.
       options: as in `run_step`.
     """
@@ -289,7 +289,7 @@ def _pending_draft(slots: DecodeState) -> jax.Array:
 
 @functools.partial(jax.jit, donate_argnames="slots")
 def release(slots: DecodeState, is_released: jax.Array) -> DecodeState:
-    """Returns the slots with those empty where is_released, bool[B], is true."""
+    """Returns the slots, without a request in those where `is_released`, bool[B], is true."""
     num_tokens = slots.draft.num_tokens
     assert num_tokens is not None
     return slots._replace(

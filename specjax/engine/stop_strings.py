@@ -27,7 +27,7 @@ _MAX_BYTES = 3
 
 
 class Tokenizer(Protocol):
-    """Makes text of tokens, as a tokenizer of tokenizers or transformers does."""
+    """Makes text of tokens, such as a tokenizer of the packages tokenizers and transformers."""
 
     @property
     def decode(self) -> Callable[..., str]:
@@ -49,8 +49,8 @@ class TextStream:
       context: tokens before the text, which are not returned.
 
     Attributes:
-      ahead: the characters that the last token completed in a run, not yet returned; None outside
-        of a run.
+      ahead: the characters that the last token completed in a run, not yet returned. None if the
+        last token is no part of a run.
     """
 
     def __init__(self, tokenizer: Tokenizer, context: list[int]) -> None:
@@ -64,7 +64,7 @@ class TextStream:
             )
         # Results of `_read` for tokens of at most one character.
         self._known: dict[int, tuple[str | None, bytes | None]] = {}
-        # None once it is read. Reading may raise, so the constructor does not.
+        # None after `read_context`, which may raise, so that the constructor does not call it.
         self._context: list[int] | None = context
         self.ahead: str | None = None
         # Tokens that are decoded with the next one; the text of the first `_num_settled` is final.
@@ -78,7 +78,7 @@ class TextStream:
         self._begun: bytes | None = b""
 
     def read_context(self) -> None:
-        """Decodes the end of the context, from the beginning of a run on; only the first time."""
+        """Decodes the end of the context, from a run's beginning on; only at the first call."""
         if self._context is None:
             return
         ids: list[int] = []
@@ -307,27 +307,27 @@ class _StopAutomaton(NamedTuple):
 @functools.lru_cache(maxsize=16)
 def _make_automaton(strings: tuple[str, ...]) -> _StopAutomaton:
     """Returns the automaton of the strings, which requests with the same strings share."""
-    made = _StopAutomaton([{}], [0], [0], [0])
+    automaton = _StopAutomaton([{}], [0], [0], [0])
     for string in strings:
         node = 0
         for depth, character in enumerate(string, start=1):
-            if character not in made.children[node]:
-                made.children[node][character] = len(made.children)
-                made.children.append({})
-                made.shorter.append(0)
-                made.depths.append(depth)
-                made.sizes.append(0)
-            node = made.children[node][character]
-        made.sizes[node] = len(string)
+            if character not in automaton.children[node]:
+                automaton.children[node][character] = len(automaton.children)
+                automaton.children.append({})
+                automaton.shorter.append(0)
+                automaton.depths.append(depth)
+                automaton.sizes.append(0)
+            node = automaton.children[node][character]
+        automaton.sizes[node] = len(string)
     # Nodes in the order of their depths: the links of shorter ones are known then.
-    nodes = list(made.children[0].values())
+    nodes = list(automaton.children[0].values())
     for node in nodes:
-        for character, child in made.children[node].items():
-            shorter = made.next_node(made.shorter[node], character)
-            made.shorter[child] = shorter
-            made.sizes[child] = made.sizes[child] or made.sizes[shorter]
+        for character, child in automaton.children[node].items():
+            shorter = automaton.next_node(automaton.shorter[node], character)
+            automaton.shorter[child] = shorter
+            automaton.sizes[child] = automaton.sizes[child] or automaton.sizes[shorter]
             nodes.append(child)
-    return made
+    return automaton
 
 
 def check_stop(stop: str | Iterable[str], name: str = "stop") -> tuple[str, ...]:
@@ -349,8 +349,8 @@ def check_stop(stop: str | Iterable[str], name: str = "stop") -> tuple[str, ...]
     strings: tuple[object, ...] = tuple(stop) if is_many else (stop,)
     checked = tuple(string for string in strings if isinstance(string, str) and string)
     if len(checked) < len(strings):
-        came = quote(strings if is_many else stop)
-        raise ValueError(f"{name} is {came}; it needs strings that are not empty.")
+        quoted_value = quote(strings if is_many else stop)
+        raise ValueError(f"{name} is {quoted_value}; it needs strings that are not empty.")
     size = sum(map(len, checked))
     if size > MAX_STOP_CHARACTERS:
         raise ValueError(

@@ -25,7 +25,7 @@ __all__ = [
     "make_request",
 ]
 
-# The number of stop ids is data up to this.
+# Most stop ids of a request. Requests with fewer are padded, so that one program serves all.
 MAX_STOP_IDS = 16
 
 
@@ -141,10 +141,10 @@ def _check_prompt(
         return ids.astype(np.int32), "the prompt is empty: it gives the model nothing to continue."
     if ids.dtype.kind not in "iu":
         raise ValueError(f"prompt has dtype {ids.dtype}; it needs integers.")
-    wrong = ids[(ids < 0) | (ids >= limits.vocab_size)]
-    if wrong.size:
+    wrong_ids = ids[(ids < 0) | (ids >= limits.vocab_size)]
+    if wrong_ids.size:
         return ids, (
-            f"the prompt has token {wrong[0]}; the target's vocabulary has {limits.vocab_size} "
+            f"the prompt has token {wrong_ids[0]}; the target's vocabulary has {limits.vocab_size} "
             "tokens."
         )
     num_new = 1 if max_new_tokens is None else max_new_tokens
@@ -183,7 +183,7 @@ def _check_matcher(matcher: Matcher, limits: EngineLimits) -> MatchedText:
             "matcher is given, and the engine was made without; it needs takes_matchers=True."
         )
     matched = MatchedText(matcher, limits.vocab_size, "the request")
-    matched.mask()  # Refused here if it is of another vocabulary.
+    matched.mask()  # Refuses a matcher of another vocabulary.
     return matched
 
 
@@ -209,7 +209,7 @@ def drop_batch_axis(sampling: SamplingParams | None) -> SamplingParams | None:
 
 
 def _arrays_of(sampling: SamplingParams) -> dict[str, np.ndarray]:
-    """Returns the fields that are given, by name, but for the grammar, which requests share."""
+    """Returns the fields that are not None, by name, without the grammar that requests share."""
     fields = sampling._replace(grammar=None)._asdict().items()
     return {name: np.asarray(value) for name, value in fields if value is not None}
 
@@ -248,8 +248,8 @@ def _check_field(name: str, value: np.ndarray, default: np.ndarray) -> np.ndarra
     """Returns a request's value with the engine's shape and dtype, or refuses it."""
     if name == "bad_words" and all(map(int.__le__, value.shape, default.shape)):
         sizes = zip(default.shape, value.shape, strict=True)
-        missing = [(0, size - own_size) for size, own_size in sizes]
-        return np.pad(value, missing, constant_values=-1)
+        padding = [(0, max_size - size) for max_size, size in sizes]
+        return np.pad(value, padding, constant_values=-1)
     if (value.shape, value.dtype) != (default.shape, default.dtype):
         raise ValueError(
             f"sampling.{name} is {value.dtype}{list(value.shape)}; the engine was made with "

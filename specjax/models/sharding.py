@@ -165,8 +165,8 @@ def share_views(
     ranges = share_ranges(config, num_shares, path, share)
     parts = [view[(*lead, part)] for view, part in zip(views, ranges, strict=True)]
     if path[-1] in ("embedding", "head"):
-        missing = shard_config(config, num_shares).vocab_size - len(parts[0])
-        parts = [np.pad(parts[0], ((0, missing), (0, 0)))] if missing else parts
+        num_padding = shard_config(config, num_shares).vocab_size - len(parts[0])
+        parts = [np.pad(parts[0], ((0, num_padding), (0, 0)))] if num_padding else parts
     return parts
 
 

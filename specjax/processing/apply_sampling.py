@@ -115,10 +115,10 @@ def apply_sampling_to_draft(
 ) -> tuple[jax.Array, jax.Array | None]:
     """Returns draft logits [B, V_d] or [B, K, V_d] after the rules, and the cutoffs of the filters.
 
-    Rules and counts of another vocabulary are cut or filled with zeros at their end. A token that
-    they do not have counts 0, has no bias, and is not allowed where there is a mask. The bits that
-    a packed mask has left in its last word are kept. With a `vocabulary` the rules and the history
-    are those that its `take` returned.
+    Arguments and results are as in `apply_rules_and_filters`. Rules and counts of another
+    vocabulary are cut or filled with zeros at their end. A token that they do not have counts 0,
+    has no bias, and is not allowed where there is a mask. Spare bits in the last word of a packed
+    mask are kept. With a `vocabulary` the rules and the history are those that its `take` returned.
     """
     vocab_size, drafted = logits.shape[-1], context.drafted_token_ids
     if vocabulary is not None:
@@ -144,7 +144,7 @@ def apply_sampling_to_draft(
 
 
 def _resize(array: jax.Array, width: int) -> jax.Array:
-    """Cuts the last axis, or fills it with zeros, to `width`."""
+    """Returns the array with its last axis cut, or filled with zeros, to `width`."""
     array = array[..., :width]
     padding = [(0, 0)] * (array.ndim - 1) + [(0, width - array.shape[-1])]
     return jnp.pad(array, padding) if padding[-1][1] else array

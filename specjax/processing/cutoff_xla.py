@@ -2,8 +2,8 @@
 
 The threshold of each filter is found by bisection. A step of a bisection over the rows costs a pass
 over them, so two things shorten it. Bounds come from the blocks' partials, by a bisection of
-an array a hundred times smaller. Where few blocks of each row can hold the threshold, only these
-are gathered and searched.
+an array a hundred times smaller. If few blocks of each row can hold the threshold, only these
+blocks are gathered and searched.
 """
 
 import functools

@@ -25,7 +25,7 @@ class Grammar(NamedTuple):
 
     Attributes:
       next_states: i32[Q, C], the state after a token of each class. After a token that is not
-        allowed any state will do; the state itself lets synthetic acceptance go on.
+        allowed any state will do. The state itself lets synthetic acceptance go on.
       token_classes: i32[V], the class of each token.
       allowed: u32[Q, ceil(V / 32)], the tokens allowed in each state: bit ``v % 32`` of word
         ``v // 32``. An end-of-sequence token is one of them where a text may end.
@@ -111,8 +111,8 @@ def allowed_columns(
 ) -> jax.Array:
     """Returns which columns of rows [..., V] or [..., V_d] are allowed, as bool.
 
-    Every column is where the state is negative: there is no grammar for that request. None is in a
-    state that the grammar does not have.
+    A negative state is that of a request without a grammar, and allows every column. A state that
+    the grammar does not have allows none.
 
     Args:
       grammar: of all requests.

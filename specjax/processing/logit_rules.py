@@ -1,4 +1,4 @@
-"""Bias, penalties and masks as arrays: what turns raw logits into processed logits."""
+"""Bias, penalties and masks as arrays, which turn raw logits into processed logits."""
 
 import functools
 from typing import Any, NamedTuple
@@ -69,7 +69,7 @@ def apply_rules(logits: jax.Array, rules: SamplingParams, context: RowContext) -
 
 
 def _process(logits: jax.Array, rules: SamplingParams, context: RowContext) -> jax.Array:
-    """One elementwise pass, and a scatter of bad words."""
+    """Returns processed logits, by one elementwise pass and a scatter of bad words."""
     x = logits.astype(jnp.float32)
     if rules.bias is not None:
         x = x + rules.bias.reshape(-1, 1, logits.shape[-1])
@@ -95,7 +95,7 @@ def _process(logits: jax.Array, rules: SamplingParams, context: RowContext) -> j
 
 
 def _per_request(number: jax.Array) -> jax.Array:
-    """Reshapes [] or [B] to broadcast against [B, R, V]."""
+    """Returns a number [] or [B] in a shape that broadcasts against [B, R, V]."""
     return number.reshape(-1, 1, 1)
 
 

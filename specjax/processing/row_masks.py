@@ -1,6 +1,6 @@
 """Masks that a host gives for the rows of one step: an `allowed` [B, K + 1, ...] of the parameters.
 
-They are the target's. A draft is drawn before the host can know what its rows allow.
+The masks are the target's. A draft is drawn before the host can know which tokens its rows allow.
 """
 
 from typing import Any
@@ -52,7 +52,7 @@ def with_first_mask(
       sampling: of the requests, checked.
       allowed: bool [B, 1, V] or words [B, 1, ceil(V / 32)], unchecked.
       size: B.
-      num_rows: K + 1. The first step computes as many and emits the first.
+      num_rows: K + 1. The first step computes so many rows, and emits the token of the first.
 
     Raises:
       ValueError: for another shape or dtype.
@@ -73,7 +73,8 @@ def with_row_masks(
       num_rows: K + 1.
 
     Raises:
-      ValueError: for another shape or dtype, and for masks that come to an end or begin late.
+      ValueError: for another shape or dtype. Also for masks that some steps of a text have, and
+        others do not.
     """
     if (allowed is None) == has_row_masks(sampling):
         raise ValueError(

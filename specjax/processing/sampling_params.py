@@ -51,9 +51,10 @@ class SamplingParams(NamedTuple):
       presence_penalty: f32, [B] or scalar, off 0. Subtracted once from the logit of a token in
         the output. The prompt does not count.
       bias: f32, [V] or [B, V], off 0. Added to the logits; see `bias_array`.
-      allowed: bool, [V] or [B, V], tokens that may be emitted; or the mask in 32-bit words, i32
-        or u32, [ceil(V / 32)] or [B, ceil(V / 32)]: bit ``v % 32`` of word ``v // 32``, as grammar
-        libraries make it. `init` also takes an axis of 1 before V: the first token's mask.
+      allowed: bool, [V] or [B, V], tokens that may be emitted. Or the mask in 32-bit words, i32 or
+        u32, [ceil(V / 32)] or [B, ceil(V / 32)]. As in grammar libraries, token v is bit
+        ``v % 32`` of word ``v // 32``. `init` also takes an axis of 1 before V: the first token's
+        mask.
       bad_words: i32, [N, M] or [B, N, M], N token sequences that must not be completed, padded at
         the end with -1. A sequence may begin in the prompt; see `bad_words_array`.
       grammar: a `Grammar`, which every text follows from its first generated token on.
@@ -109,9 +110,9 @@ class SamplingField(NamedTuple):
 
     Attributes:
       rank: axes of a value for all requests.
-      dtype: of a number, or None where `parse` decides.
+      dtype: of a number, or None for a field that `parse` checks.
       parse: (name, value, size, num_rows) -> checked array of a field that is no number, or None.
-      is_penalty: whether it reads how often each token occurs.
+      is_penalty: whether the field is a penalty, which reads how often each token occurs.
       reads_prompt: whether a penalty reads the prompt, too.
       is_positive: whether a penalty has to be above 0.
       is_shared: whether all requests always have the same value.
@@ -132,10 +133,10 @@ def parse_sampling(
     """Returns parameters as arrays of fixed dtypes, or refuses them.
 
     Args:
-      sampling: as given by the caller.
+      sampling: the caller's, unchecked.
       size: B.
       num_rows: R, where a mask may be [B, R, V]; None where it may not.
-      prefix: what an error puts before the name of a field.
+      prefix: text that an error puts before the name of a field.
 
     Returns:
       `SamplingParams` of arrays. Widths are checked by `rule_checks.check_widths`.

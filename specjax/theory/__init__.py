@@ -6,7 +6,7 @@ With p the target's probabilities of the next token and q the draft's:
     match_probability          how often coupled draws agree, at most that
     optimal_acceptance_rate    the same bound for several candidates at one position, V <= 16
     unconditional_rates        how often a step accepts i tokens, token by token or as a block
-    rates_given_text           the same of one text of the target, for models of any vocabulary
+    rates_given_text           these rates given one text of the target, for any vocabulary
     acceptance_lengths         tokens per step for every K, from unconditional rates
     expected_acceptance_length tokens per step, from conditional rates
     best_k                     the K with the most tokens per second

@@ -1,4 +1,4 @@
-"""Rates of each position and mean tokens per step, each from the other."""
+"""Acceptance rates of each position from mean tokens per step, and these means from rates."""
 
 import math
 import operator
@@ -20,8 +20,8 @@ __all__ = [
     "to_float",
 ]
 
-# Below this a geometric schedule falls off faster than measured drafts do. Where no base reaches
-# the mean at this decay, the decay rises.
+# With a smaller decay, a geometric schedule falls off faster than measured drafts do. If no base
+# reaches the mean at this decay, the decay rises.
 _SMALLEST_DECAY = 0.85
 
 
@@ -194,7 +194,7 @@ def _increasing_root(function: Callable[[float], float], low: float, high: float
 
 
 def check_number(name: str, value: Any, low: float, high: float) -> float:
-    """Returns a rate or a length as a float; refuses what is no number in [low, high]."""
+    """Returns a rate or a length as a float; refuses a value that is no number in [low, high]."""
     if isinstance(value, jax.core.Tracer):
         raise ValueError(
             f"{name} is a traced value; it needs to be a Python number, because the schedule is "
@@ -207,7 +207,7 @@ def check_number(name: str, value: Any, low: float, high: float) -> float:
 
 
 def to_float(value: Any) -> float:
-    """Returns a number as a float, and NaN for what is none."""
+    """Returns a number as a float, and NaN for a value that is no number."""
     try:
         return math.nan if isinstance(value, (str, bool)) else float(value)
     except (TypeError, ValueError, OverflowError):

@@ -1,4 +1,4 @@
-"""Arguments of the formulas: arrays of JAX as they are, all else as float64 of NumPy."""
+"""Arguments of the formulas: arrays of JAX stay, other values become float64 of NumPy."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ _SUM_TOLERANCE = 1e-2
 
 
 def as_floats(*values: Any) -> tuple[Any, ...]:
-    """Returns the namespace, jax.numpy if any value is an array of JAX, and floating arrays of it.
+    """Returns a namespace, jax.numpy if any value is an array of JAX, and its floating arrays.
 
     Arrays of NumPy become float64, those of JAX its default floating dtype.
     """

@@ -4,7 +4,7 @@ Two Gumbel-max draws with equal noise both take token i with probability
 
     M_i = 1 / sum_j max(p_j / p_i, q_j / q_i)
 
-and in two levels they first have to take one block b, by the blocks' masses:
+Draws in two levels first have to take one block b, by the blocks' masses:
 
     P(match) = sum_b M_b sum_{i in b} M_{i | b}
 """

@@ -63,8 +63,8 @@ def optimal_acceptance_rate(p: Any, q: Any, num_drafts: int, *, replacement: boo
     check_probabilities(p=p, q=q)
     p, q = p / p.sum(), q / q.sum()
     num_possible = np.count_nonzero(q)
-    most = np.inf if replacement else num_possible
-    if not 1 <= operator.index(num_drafts) <= most:
+    max_drafts = np.inf if replacement else num_possible
+    if not 1 <= operator.index(num_drafts) <= max_drafts:
         raise ValueError(
             f"num_drafts is {num_drafts}; it needs to be at least 1, and without replacement at "
             f"most the {num_possible} tokens that q can draw."

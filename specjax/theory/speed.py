@@ -29,7 +29,7 @@ def best_k(lengths: Any, step_seconds: Any) -> BestK:
 
     Args:
       lengths: f32[..., K + 1] or f64, mean tokens L_k of a step that drafts k = 0, 1, ..., K
-        tokens, as `acceptance_lengths` gives them; of a batch, those of all its requests.
+        tokens, as `acceptance_lengths` gives them. For a batch, L_k sums over its requests.
       step_seconds: f32[..., K + 1] or f64 > 0, seconds t_k of such a step. In another unit of time
         the speeds are per that unit. Leading axes broadcast with those of `lengths`.
 

@@ -141,7 +141,7 @@ class HeadFields:
 
     def __init__(self, fields: JsonObject, source: str, nested: str = "") -> None:
         refuse_quantised(fields, source)
-        # Of a head's rows; a model's layer has another meaning of it.
+        # A head's `is_causal` is about its rows; in a model's layer it has another meaning.
         inner = {name: value for name, value in fields.items() if name != "is_causal"}
         if fields.get("speculators_model_type") is not None:
             inner = {"model_type": "qwen3"} | _object(fields, "transformer_layer_config", source)

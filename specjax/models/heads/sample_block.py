@@ -108,9 +108,9 @@ def _draw_all(
     def flat(x: jax.Array) -> jax.Array:
         return jnp.broadcast_to(x, (size, k)).reshape(-1)
 
-    drawn = logits if vocabulary is None or not coupled else vocabulary.spread(logits)
+    draw_logits = logits if vocabulary is None or not coupled else vocabulary.spread(logits)
     arrays = SampleArrays(
-        drawn.reshape(size * k, -1),
+        draw_logits.reshape(size * k, -1),
         flat(keys[:, None]),
         flat(positions[:, None] + row),
         flat(stream),
@@ -121,7 +121,7 @@ def _draw_all(
     ids = sample.token_ids.reshape(size, k)
     if vocabulary is not None and not coupled:
         ids = vocabulary.token_ids(ids)
-    # Neither of these has a q to keep.
+    # A greedy or a coupled draft has no q to keep.
     if greedy:
         return Draft(ids)
     if coupled:

@@ -209,9 +209,9 @@ def _put(views: list[np.ndarray], entry: WeightEntry, like: Any, device: jax.Dev
     if device.platform == "cpu":
         array = concatenate(views, entry.transposed, like.dtype.name)
         return jax.device_put(array.reshape(*lead, *array.shape), device)
-    there = [jax.device_put(view, device) for view in views]
-    on_device = concatenate_on_device(there, entry.transposed, like.dtype.name)
-    # One at a time, so that the tensors of only one are on the device as well.
+    tensors = [jax.device_put(view, device) for view in views]
+    on_device = concatenate_on_device(tensors, entry.transposed, like.dtype.name)
+    # Waits, so that the device holds the tensors of only one array at a time.
     return jax.block_until_ready(on_device.reshape(*lead, *on_device.shape))
 
 

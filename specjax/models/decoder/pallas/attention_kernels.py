@@ -119,8 +119,9 @@ def fused_attention_kernel(
 
     Formula: s = scale * <q, k>, capped by c tanh(s / c). Over the slots that a row attends to,
     m_i = max s, l_i = sum e^(s - m_i), acc = sum e^(s - m_i) v.
-    Grid: B * G * (P + 1) programs of 2 or 4 warps. Programs 0 to P - 1 of a key-value head
-    own every P-th block of 64 slots; program P owns the new tokens, and writes them to the cache.
+    Grid: B * G * (P + 1) programs of 2 or 4 warps. Each of programs 0 to P - 1 of a
+    key-value head owns every P-th block of 64 slots. Program P owns the new tokens, and writes them
+    to the cache.
     Bytes per key-value head: each block of slots that a token attends to once, at most
     2 S D * itemsize. Each of the P + 1 programs also reads the queries, Q * T * H / G * D * 4.
     Written: the new keys and values, and (P + 1) * M * (D + 2) * 4.

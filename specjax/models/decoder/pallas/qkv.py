@@ -57,7 +57,7 @@ def prepare_qkv_kernel(
 
     Formula: qkv_t = rsqrt(mean(x_t^2) + eps) * sum_q parts[q, t], then QK-norm and RoPE for queries
     and keys.
-    Grid: B * ceil(T / 16) * (H + G) programs of 4 warps; one owns up to 16 tokens of a request, and
+    Grid: B * ceil(T / 16) * (H + G) programs of 4 warps. One owns up to 16 tokens of a request, and
     a query head, or the key and the value of a key-value head. The H queries come first.
     Bytes per head and token: Q * D * 4 read, D * itemsize written.
     Why a launch: with B >= 4 requests, P splits that each prepare the queries again cost more than

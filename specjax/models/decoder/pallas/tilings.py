@@ -53,8 +53,8 @@ MIN_MMA = 16
 # Rows of a tile of queries for more than 16 tokens, or more than 64 queries of a key-value head.
 _LONG_ROWS = 128
 
-# Most splits that a long request has, beyond an even share of the GPU, and most programs for them:
-# those without slots to read end at once, but take a microsecond to begin.
+# Most splits that a long request has, beyond an even share of the GPU, and most programs for them.
+# Programs without slots to read end at once, but each takes a microsecond to begin.
 _MAX_LONG_SPLITS, _MAX_LONG_PROGRAMS = 16, 4096
 
 # Elements of a row that one program adds and squares. It is small, so that one request's row of
@@ -67,7 +67,7 @@ GLU_TILE = Tile(1024, 4)
 
 @dataclasses.dataclass(frozen=True)
 class DecodeConfig:
-    """Choices of a step's products and attention; None is what the function of that name returns.
+    """Choices of a step's products and attention; None takes the result of the function so named.
 
     Attributes:
       prepares_in_attention: whether attention prepares queries, keys and values itself.
