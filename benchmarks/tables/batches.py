@@ -53,13 +53,13 @@ def batches_table(result: dict[str, Any]) -> str:
         shown = [f"{column[kind]:.3f}" if kind in column else "" for column in columns]
         lines.append(f"| {kind} | {' | '.join(shown)} |")
     where = section["environment"]
-    place = f"{where['device']}, jax {where['jax']}, {where['date'][:10]}: `{where['command']}`"
+    when = f"{where['date'][:10]} {where['date'][11:16]}"
+    places = ["", f"{where['device']}, jax {where['jax']}, {when}: `{where['command']}`"]
     if "environment" in peer:
         where = peer["environment"]
-        place += (
-            f"; vLLM {where['vllm']}, FA3, no FlashInfer, torch {where['torch']}, {where['gpu']}"
-        )
-    return "\n".join([*lines, "", place])
+        name = f"vLLM {where['vllm']}, FA3, no FlashInfer, torch {where['torch']}"
+        places += ["", f"{name}: another {where['gpu']}, {where['date'][11:16]}"]
+    return "\n".join([*lines, *places])
 
 
 if __name__ == "__main__":
