@@ -1,5 +1,6 @@
 """`init` and `step`: decoding with speculation one step at a time, for streaming."""
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -76,8 +77,8 @@ def init(
         num_rows = static.step.num_rows(drafter)
         masked = with_first_mask(settings.sampling, first_mask, size, num_rows)
         requests = requests._replace(settings=settings._replace(sampling=masked))
-    models = Models(target, drafter)
-    state: DecodeState = run_requests(run_first_step, models, requests, static, reads_last=True)
+    static = dataclasses.replace(static, reads_last=True)
+    state: DecodeState = run_requests(run_first_step, Models(target, drafter), requests, static)
     return state
 
 

@@ -105,10 +105,12 @@ class StaticOptions:
     Attributes:
       step: the options of each step.
       chunk_size: most tokens of a request's prompt that the models read at once.
+      reads_last: whether the target's prefill reads the last token of each prompt, too.
     """
 
     step: StepOptions
     chunk_size: int
+    reads_last: bool = False
 
 
 def check_capacity(options: Any, why: str) -> int:

@@ -54,14 +54,7 @@ __all__ = [
 _NOT_TRACED = get_opaque_trace_state(convention="flax")
 
 
-def run_requests(
-    run: Any,
-    models: Models,
-    requests: RequestBatch,
-    options: StaticOptions,
-    *,
-    reads_last: bool = False,
-) -> Any:
+def run_requests(run: Any, models: Models, requests: RequestBatch, options: StaticOptions) -> Any:
     """Returns the result of `run` after the prompts are checked and read.
 
     Args:
@@ -69,17 +62,16 @@ def run_requests(
       models: the target, and a drafter or None.
       requests: from `request_batch.check_arguments`.
       options: from `request_batch.check_arguments`.
-      reads_last: as in `run_prefill`.
     """
     check_prompt_ids(models.target, requests, options.step.num_rows(models.drafter))
     with explain_out_of_memory(models, *requests.token_ids.shape):
         filled = pad_batch_to_mesh(requests, models.target.placement)
-        function = functools.partial(_prefill_and_run, run, options=options, reads_last=reads_last)
+        function = functools.partial(_prefill_and_run, run, options=options)
         return with_auto_axes(function, models.target.placement, models, filled, like=requests)
 
 
 def _prefill_and_run(
-    run: Any, models: Models, requests: RequestBatch, *, options: StaticOptions, reads_last: bool
+    run: Any, models: Models, requests: RequestBatch, *, options: StaticOptions
 ) -> Any:
     """Reads the prompts and runs `run` on the state: two programs, compiled at the same time.
 
@@ -92,21 +84,20 @@ def _prefill_and_run(
       models: as in `init_and_step.init`.
       requests: as in `run_prefill`.
       options: as in `run_prefill`.
-      reads_last: as in `run_prefill`.
     """
     # The calls below get what was compiled here from JAX. A program that failed is compiled again
     # by its call, which raises the error.
-    compilations = _begin_compilation(run, models, requests, options, reads_last)
+    compilations = _begin_compilation(run, models, requests, options)
     # A call before its compilation ends would compile the program once more. So each call waits for
     # its own, and the prompts are read while the second program is still compiled.
     futures.wait(compilations[:1])
-    prefilled = _prefill_program()(models, requests, options=options, reads_last=reads_last)
+    prefilled = _prefill_program()(models, requests, options=options)
     futures.wait(compilations[1:])
     return run(models, prefilled, options=options.step)
 
 
 def _begin_compilation(
-    run: Any, models: Models, requests: RequestBatch, options: StaticOptions, reads_last: bool
+    run: Any, models: Models, requests: RequestBatch, options: StaticOptions
 ) -> tuple[futures.Future[Any], ...]:
     """Begins to compile `run_prefill` and `run`, if no call had these shapes and options before."""
     leaves, structure = jax.tree.flatten((models, requests))
@@ -120,7 +111,7 @@ def _begin_compilation(
     # The dtype of a Python float, which `jax_enable_x64` changes, is part of what is compiled.
     if next(_count_calls(run, structure, types, options, jax.dtypes.canonicalize_dtype(float))):
         return ()
-    return begin_compilation(run, models, requests, options, reads_last=reads_last)[1]
+    return begin_compilation(run, models, requests, options)[1]
 
 
 @functools.lru_cache(maxsize=64)
@@ -134,12 +125,7 @@ def _count_calls(*kind: Any) -> Iterator[int]:
 
 
 def begin_compilation(
-    run: Any,
-    models: Models,
-    requests: RequestBatch,
-    options: StaticOptions,
-    *,
-    reads_last: bool = False,
+    run: Any, models: Models, requests: RequestBatch, options: StaticOptions
 ) -> tuple[tuple[Any, Any], tuple[futures.Future[Any], futures.Future[Any]]]:
     """Returns `run_prefill` and `run` as they were lowered, and futures of the compiled programs.
 
@@ -148,10 +134,9 @@ def begin_compilation(
     """
     pool = futures.ThreadPoolExecutor(2)
     try:
-        static = {"options": options, "reads_last": reads_last}
-        prefill = _prefill_program().lower(models, requests, **static)
+        prefill = _prefill_program().lower(models, requests, options=options)
         compiled_prefill = pool.submit(prefill.compile)
-        prefilled = run_prefill.eval_shape(models, requests, **static)
+        prefilled = run_prefill.eval_shape(models, requests, options=options)
         if models.target.placement is not None:
             shardings = compiled_prefill.result().output_shardings
             prefilled = jax.tree.map(
@@ -180,32 +165,28 @@ def is_traced() -> bool:
 @functools.cache
 def _gpu_prefill() -> Any:
     function = inspect.unwrap(run_prefill)
-    static = ("options", "reads_last")
-    return jax.jit(function, static_argnames=static, compiler_options=prefill_options())
+    return jax.jit(function, static_argnames="options", compiler_options=prefill_options())
 
 
-@functools.partial(jax.jit, static_argnames=("options", "reads_last"))
-def run_prefill(
-    models: Models, requests: RequestBatch, *, options: StaticOptions, reads_last: bool = False
-) -> Any:
+@functools.partial(jax.jit, static_argnames="options")
+def run_prefill(models: Models, requests: RequestBatch, *, options: StaticOptions) -> Any:
     """Returns a state that has read the prompts and drafted nothing.
 
-    The drafter reads all but the last token of each prompt, and so does the target, unless
-    `reads_last`. Without it, the first step feeds these last tokens and draws the first generated
-    ones, so that verification is compiled into the step's program alone.
+    The drafter reads all but the last token of each prompt. So does the target, unless
+    `options.reads_last`: the first step then feeds these last tokens and draws the first generated
+    ones, and verification is compiled into the step's program alone.
 
     Args:
       models: as in `init_and_step.init`.
       requests: prompts in rows of S tokens, the capacity of the buffers.
       options: from `request_batch.check_arguments`.
-      reads_last: whether the target reads the last tokens, too.
 
     Returns:
-      The state. With `reads_last` a pair: the state, and the target's outputs for the last tokens,
-      as in `read_chunk`, [B, 1, ...].
+      The state. With `options.reads_last` a pair: the state, and the target's outputs for the last
+      tokens, as in `read_chunk`, [B, 1, ...].
     """
     state = begin_prefill(models, requests, options=options.step)
-    prompt, lengths, _ = requests
+    (prompt, lengths, _), reads_last = requests, options.reads_last
     chunk_size = min(options.chunk_size, prompt.shape[1])
     padded = jnp.pad(prompt, ((0, 0), (0, -prompt.shape[1] % chunk_size)))
 
