@@ -31,10 +31,10 @@ from specjax.decode.request_batch import check_prompt_ids
 from specjax.decode.state import DecodeState, RequestBatch
 from specjax.decode.target_step import (
     TargetRows,
+    abstract_values,
     apply_model,
     gather_row,
     score_hidden,
-    shapes_and_dtypes,
 )
 from specjax.devices.placement import pvary_like, with_auto_axes
 from specjax.processing.apply_sampling import count_prompt
@@ -107,7 +107,7 @@ def _begin_compilation(
     is_placed = any(isinstance(array, jax.core.Tracer) or array.committed for array in arrays)
     if is_placed or jax.config.values["jax_disable_jit"]:
         return ()
-    types = shapes_and_dtypes(leaves)
+    types = abstract_values(leaves)
     # The dtype of a Python float, which `jax_enable_x64` changes, is part of what is compiled.
     if next(_count_calls(run, structure, types, options, jax.dtypes.canonicalize_dtype(float))):
         return ()

@@ -29,13 +29,13 @@ from specjax.types import Model
 
 __all__ = [
     "TargetRows",
+    "abstract_values",
     "apply_model",
     "count_drafted",
     "count_rows",
     "gather_row",
     "run_smallest_k",
     "score_hidden",
-    "shapes_and_dtypes",
     "step_inputs",
     "vocabulary_size",
 ]
@@ -129,9 +129,14 @@ def apply_model(
     return states
 
 
-def shapes_and_dtypes(leaves: Iterable[Any]) -> tuple[tuple[Any, Any], ...]:
-    """Returns a pair for each array or Python number, faster than `jax.typeof`."""
-    return tuple((getattr(x, "shape", ()), getattr(x, "dtype", type(x))) for x in leaves)
+def abstract_values(leaves: Iterable[Any]) -> tuple[tuple[Any, Any, bool], ...]:
+    """Returns shape, dtype and weak type of each array or number, faster than `jax.typeof`."""
+    return tuple(
+        (x.shape, x.dtype, getattr(x, "weak_type", False))
+        if hasattr(x, "dtype")
+        else ((), jax.dtypes.canonicalize_dtype(type(x)), True)
+        for x in leaves
+    )
 
 
 def vocabulary_size(target: Model, size: int, num_rows: int, max_length: int) -> int:
@@ -146,7 +151,7 @@ def vocabulary_size(target: Model, size: int, num_rows: int, max_length: int) ->
     sizes = {"size": size, "num_rows": num_rows, "max_length": max_length}
     if target.placement is None:
         leaves, structure = jax.tree.flatten(target)
-        return _vocabulary_size(structure, shapes_and_dtypes(leaves), **sizes)
+        return _vocabulary_size(structure, abstract_values(leaves), **sizes)
     rows = with_auto_axes(
         functools.partial(_logits.eval_shape, **sizes), target.placement, target, like=()
     )
@@ -157,7 +162,9 @@ def vocabulary_size(target: Model, size: int, num_rows: int, max_length: int) ->
 @functools.lru_cache(maxsize=64)
 def _vocabulary_size(structure: Any, types: tuple[Any, ...], **sizes: int) -> int:
     """Returns V for a target of such leaves: JAX takes milliseconds to find what it traced."""
-    leaves = (jax.ShapeDtypeStruct(*shape_and_dtype) for shape_and_dtype in types)
+    leaves = (
+        jax.ShapeDtypeStruct(shape, dtype, weak_type=is_weak) for shape, dtype, is_weak in types
+    )
     vocab_size: int = _logits.eval_shape(jax.tree.unflatten(structure, leaves), **sizes).shape[-1]
     return vocab_size
 

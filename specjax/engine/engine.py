@@ -17,7 +17,6 @@ from specjax.decode.matchers import Matcher, new_masks
 from specjax.decode.options import LoopOptions, check_capacity, default_chunk_size
 from specjax.decode.request_batch import RequestArguments, check_arguments
 from specjax.decode.state import Settings
-from specjax.decode.target_step import vocabulary_size
 from specjax.engine.programs import make_programs, warm_up
 from specjax.engine.queue import PromptGroup
 from specjax.engine.request import Request
@@ -117,8 +116,6 @@ class Engine:
         chunk_size = default_chunk_size() if is_default else static.chunk_size
         defaults = drop_batch_axis(sampling)
         num_rows = static.step.num_rows(drafter)
-        # What a faulty target returns is refused before its caches are looked at.
-        vocabulary_size(target, num_slots, num_rows, max_length)
         # For adaptive K: besides programs of 0 and K drafts one of half as many.
         step_options = dataclasses.replace(static.step, row_buckets=(num_rows // 2,))
         programs = make_programs(

@@ -158,6 +158,9 @@ def make_programs(
         slots.empty_slots, models, settings, max_length=max_length, options=options
     )
     axes_of_row = slots.row_axes(models, max_length)
+    # It refuses outputs of a faulty target, before the state's shapes are made of them.
+    num_slots, num_rows = settings.prompt_lengths.size, options.num_rows(models.drafter)
+    vocab_size = vocabulary_size(models.target, num_slots, num_rows, max_length)
     shapes = slots.empty_slots.eval_shape(*empty.args, **empty.keywords)
     if shapes.draft.rows is not None:
         raise ValueError(
@@ -168,7 +171,7 @@ def make_programs(
     # The state of a whole-prompt drafter cannot be grown: use rows of full length.
     drafts = shapes.drafter_state
     is_whole = bool(jax.tree.leaves(drafts)) and not reads_chunks(drafts)
-    num_slots, leaf_axes = shapes.lengths.size, tuple(jax.tree.leaves(axes_of_row))
+    leaf_axes = tuple(jax.tree.leaves(axes_of_row))
     new_row = functools.partial(slots.new_row, models)
     prefill_chunk = functools.partial(slots.prefill_chunk, models)
     batch = _choose_pieces(models, num_slots, chunk_size)
@@ -196,7 +199,7 @@ def make_programs(
         empty_slots=empty,
         num_slots=num_slots,
         slot_bytes=slots.slot_bytes(shapes, axes),
-        vocab_size=vocabulary_size(models.target, 1, 1, 2),
+        vocab_size=vocab_size,
     )
 
 

@@ -47,8 +47,8 @@ class QueueEntry(abc.ABC):
       waiting: the requests without a slot.
       row: the models' state of the tokens read so far; None before, and while a batch holds it.
       place: of the row in a batch that holds it, i32; else None.
-      num_read: how many tokens programs have read, rounded up to whole chunks: the padding of the
-        last chunk counts.
+      num_read: how many tokens programs have read. The padding of a last chunk counts, that of a
+        last piece does not.
     """
 
     def __init__(self, requests: Iterable[Request]) -> None:
@@ -219,9 +219,9 @@ class PrefillBatch:
 
             cost = ceil(N * piece_size / chunk_size)        1 if prompts are read in pieces
 
-        Nothing is read unless the first entry fits the batch. A program with one piece of each
-        prompt needs a prompt for each of the N places. One with P pieces of any prompts needs all
-        P, unless the reading is urgent.
+        A program with one piece of each prompt runs if the first entry fits the batch, and if there
+        is a prompt for each of the N places. A program with P pieces of any prompts runs if all P
+        can be filled, or if the reading is urgent and the first entry fits.
 
         Args:
           programs: of the engine.
@@ -233,22 +233,26 @@ class PrefillBatch:
         Returns:
           The cost; 0 if nothing was read.
         """
-        first = unread[0]
-        if programs.batch is None or not _fits_batch(first, programs):
+        if programs.batch is None:
             return 0
-        size, chunk_size, num_pieces = programs.batch
+        num_rows, piece_size, num_pieces = programs.batch
+        # Pieces of later prompts may be read before an entry that is read by itself, if that can
+        # wait.
+        is_alone = not _fits_batch(unread[0], programs)
+        if is_alone and (is_urgent or not num_pieces):
+            return 0
         if num_pieces:
             return self._read_pieces(programs, unread, needs_all=not is_urgent)
-        cost = -(-size * chunk_size // programs.chunk_size)
-        num_rounds = -(-first.unread.size // chunk_size)
-        if num_rounds * cost > max_chunks or not self._fill(programs, unread):
+        cost = -(-num_rows * piece_size // programs.chunk_size)
+        num_reads = -(-unread[0].unread.size // piece_size)
+        if num_reads * cost > max_chunks or not self._fill(programs, unread):
             return 0
-        groups = [self._groups[index] for index in range(size)]
-        chunks = [group.next_chunk(chunk_size) for group in groups]
+        groups = [self._groups[index] for index in range(num_rows)]
+        chunks = [group.next_chunk(piece_size) for group in groups]
         token_ids, positions = map(np.concatenate, zip(*chunks, strict=True))
         self._rows = programs.prefill_batch(self._rows, token_ids, positions)
         for group in groups:
-            group.num_read += chunk_size
+            group.num_read += piece_size
         for group in groups:
             if not group.unread.size:
                 self.detach_group(programs, group)
@@ -262,23 +266,28 @@ class PrefillBatch:
         With `needs_all`, fewer than P pieces are not read, and the cost is 0.
         """
         assert programs.batch is not None
-        _, size, num_pieces = programs.batch
-        token_ids, positions = empty_chunk(num_pieces, size)
-        rows, start = np.zeros(num_pieces, np.int32), 0
+        _, piece_size, num_pieces = programs.batch
+        token_ids, positions = empty_chunk(num_pieces, piece_size)
+        rows, start, sizes = np.zeros(num_pieces, np.int32), 0, []
         matched = self._match_places(programs, unread)
-        if needs_all and sum(-(-group.unread.size // size) for _, group in matched) < num_pieces:
+        num_unread = sum(-(-group.unread.size // piece_size) for _, group in matched)
+        if needs_all and num_unread < num_pieces:
             return 0
         for index, group in matched:
-            # A place's older entries lie after the prompt's own positions: nothing attends to them.
+            # An earlier prompt's keys in this place lie at positions that this one has not reached.
+            # Nothing attends to them, so no empty row is copied here.
             group.place, self._groups[index] = np.int32(index), group
-            chunk = group.unread[: (num_pieces - start) * size]
-            end = start + -(-chunk.size // size)
+            chunk = group.unread[: (num_pieces - start) * piece_size]
+            end = start + -(-chunk.size // piece_size)
             token_ids[start:end].reshape(-1)[: chunk.size] = chunk
             new_positions = group.num_read + np.arange(chunk.size)
             positions[start:end].reshape(-1)[: chunk.size] = new_positions
-            rows[start:end] = index
-            group.num_read, start = group.num_read + chunk.size, end
+            rows[start:end], start = index, end
+            sizes.append(chunk.size)
         self._rows = programs.prefill_batch(self._rows, token_ids, positions, rows)
+        # Not before the program has taken them: it may fail, and is then called again.
+        for (_, group), num_tokens in zip(matched, sizes, strict=True):
+            group.num_read += num_tokens
         return 1
 
     def _match_places(

@@ -1,5 +1,6 @@
 """Prompts read in pieces: a chunk of several prompts gives what each gives alone."""
 
+import contextlib
 import dataclasses
 import functools
 
@@ -130,7 +131,7 @@ def test_company_changes_no_bit_of_a_prompt():
                 np.testing.assert_array_equal(*(x.astype(np.float32) for x in (leaf, wanted)))
 
 
-def _engine(in_pieces):
+def _engine(in_pieces, num_rows=3):
     """An engine of eight slots, and a list that gets the share of places with a token per chunk."""
     models = _models("eagle3")
     engine = specjax.Engine(
@@ -147,7 +148,8 @@ def _engine(in_pieces):
         return read(rows, token_ids, positions, *of_pieces)
 
     programs = scheduler._programs._replace(
-        batch=BatchShape(3, PIECE, NUM_PIECES) if in_pieces else None, prefill_batch=read_and_note
+        batch=BatchShape(num_rows, PIECE, NUM_PIECES) if in_pieces else None,
+        prefill_batch=read_and_note,
     )
     any_request = check_request(Submission([0, 0], jax.random.key(0)), engine._limits)
     scheduler._slots = warm_up(programs, models.target, any_request.settings, None)
@@ -204,3 +206,42 @@ def test_a_chunk_of_pieces_waits_until_it_is_full_unless_a_slot_does():
     assert filled == [16 / 48]
     engine.run()
     assert filled == [16 / 48, 8 / 48]
+
+
+def test_a_chunk_that_failed_is_read_again():
+    texts = []
+    for failing in (0, 2):
+        engine, _ = _engine(True)
+        read, calls = engine._scheduler._programs.prefill_batch, []
+
+        def fail_once(*operands, read=read, calls=calls, failing=failing):
+            calls.append(operands)
+            if len(calls) == failing:
+                raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED")
+            return read(*operands)
+
+        engine._scheduler._programs = engine._scheduler._programs._replace(prefill_batch=fail_once)
+        requests = [_submit(engine, index) for index in range(5)]
+        while engine.num_running or engine.num_waiting:
+            with contextlib.suppress(jax.errors.JaxRuntimeError):
+                engine.step()
+        texts.append([request.token_ids for request in requests])
+        assert len(calls) >= 2
+    assert texts[0] == texts[1]
+
+
+def test_full_chunks_are_read_behind_a_prompt_of_one_token():
+    engine, filled = _engine(True, num_rows=8)
+    values = {"key": jax.random.key(0), "max_new_tokens": 20, "temperature": 0}
+    for _ in range(8):
+        engine.submit([1] * 2, **values)
+    while engine.num_running < 8:
+        engine.step()
+    for size in (9, 9):
+        engine.submit([1] * size, **values)
+    engine.step()
+    filled.clear()
+    for size in (1, 49):
+        engine.submit([1] * size, **values)
+    engine.step()
+    assert filled == [1.0]

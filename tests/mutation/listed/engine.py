@@ -212,14 +212,14 @@ MUTATIONS = (
     ),
     Mutation(
         "specjax.engine.queue.PrefillBatch.read",
-        "if programs.batch is None or not _fits_batch(first, programs)",
-        "if programs.batch is None",
+        "if is_alone and (is_urgent or not num_pieces)",
+        "if False",
         engines("test_a_short_prompt_that_is_read_first_waits_for_one_before_it"),
         "prompts are read together while the first waits, which nothing is left of",
     ),
     Mutation(
         "specjax.engine.queue.PrefillBatch.read",
-        "num_rounds * cost > max_chunks",
+        "num_reads * cost > max_chunks",
         "False",
         engines("test_a_short_prompt_that_is_read_first_waits_for_one_before_it"),
         "the first prompt waits for others to be read, while its slot is empty",
@@ -477,8 +477,8 @@ MUTATIONS = (
     ),
     Mutation(
         "specjax.engine.queue.PrefillBatch._read_pieces",
-        "rows[start:end] = index",
-        "rows[start:end] = 0",
+        "rows[start:end], start = index, end",
+        "rows[start:end], start = 0, end",
         pieces(_ALONE),
         "all prompts of a chunk are read into one row",
     ),

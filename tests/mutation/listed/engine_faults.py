@@ -58,9 +58,9 @@ MUTATIONS = (
         f"{_ENGINE}queue.PrefillBatch.read",
         "        self._rows = programs.prefill_batch(self._rows, token_ids, positions)\n"
         "        for group in groups:\n"
-        "            group.num_read += chunk_size\n",
+        "            group.num_read += piece_size\n",
         "        for group in groups:\n"
-        "            group.num_read += chunk_size\n"
+        "            group.num_read += piece_size\n"
         "        self._rows = programs.prefill_batch(self._rows, token_ids, positions)\n",
         soaks(_MOVED),
         "chunks of a batch count as read before a program has them",
