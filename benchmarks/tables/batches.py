@@ -24,7 +24,7 @@ def batches_table(result: dict[str, Any]) -> str:
     theirs = {(case["case"], case.get("B")): case for case in peer["cases"]}
     steps = [case for case in section["cases"] if "B" in case]
     lines = [
-        "| | B | ms a step | vLLM | ratio | ms to read prompts of 1024 tokens | vLLM | ratio |",
+        "| | B | ms a step | vLLM | ratio | ms to read prompts | vLLM | ratio |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for case in steps:
@@ -32,7 +32,11 @@ def batches_table(result: dict[str, Any]) -> str:
         step = _next_to(case["median_ms"], other.get("median_ms"), 2)
         prefill = _next_to(case["prefill_ms"], other.get("prefill_ms"), 0)
         lines.append(f"| {case['case']} | {case['B']} | {step} | {prefill} |")
-    lines += ["", "| an engine, EAGLE-3, K = 3 | chunk | | vLLM | ratio |", "|---|---|---|---|---|"]
+    lines += [
+        "",
+        "| an engine, EAGLE-3, K = 3 | chunk | time | vLLM | ratio |",
+        "|---|---|---|---|---|",
+    ]
     for case in section["cases"]:
         if case["case"] == "mixed load":
             seconds = theirs.get((case["case"], None), {}).get("seconds")
@@ -42,13 +46,13 @@ def batches_table(result: dict[str, Any]) -> str:
             name = f"{case['slots'] - 1} requests decode, a prompt of 1000 tokens comes: ms"
             for what, key in (
                 ("to its first token", "first_token_ms"),
-                ("between steps", "gap_ms"),
+                ("at most between steps meanwhile", "gap_ms"),
             ):
                 lines.append(f"| {name} {what} | {case['chunk']} | {case[key]:.1f} | | |")
     profiled = [case for case in steps if "profile" in case]
     columns = [shares(case["profile"]) for case in profiled]
     head = [f"{case['case']}, B = {case['B']}" for case in profiled]
-    lines += ["", f"| ms | {' | '.join(head)} |", "|---" * (len(head) + 1) + "|"]
+    lines += ["", f"| ms of a step | {' | '.join(head)} |", "|---" * (len(head) + 1) + "|"]
     for kind in [*dict.fromkeys(KINDS.values()), REST]:
         shown = [f"{column[kind]:.3f}" if kind in column else "" for column in columns]
         lines.append(f"| {kind} | {' | '.join(shown)} |")

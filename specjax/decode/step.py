@@ -86,11 +86,12 @@ def run_first_step(
 ) -> DecodeState:
     """Returns the state with the first generated token of each request, and drafts after it.
 
-    The caches of the target pass through: no second ones are made.
+    The target is not run: `run_prefill` has done it, and its caches are returned as they are.
 
     Args:
       models: as in `run_step`.
-      prefilled: from `prefill.run_prefill` that has read the last tokens, too.
+      prefilled: from `prefill.run_prefill` with `reads_last`: the state, and the hidden states and
+        features of the last tokens.
       options: of the step.
     """
     state, outputs = prefilled
@@ -111,7 +112,7 @@ def commit_rows(
       options: of the step.
 
     Returns:
-      The state, whose draft is still the one before, and the info of the step.
+      The state, whose draft is still the one just verified, and the info of the step.
     """
     pending = state.draft
     if rows.hidden.shape[1] < count_rows(state):

@@ -8,11 +8,12 @@
 
     slot       one of the B places of the compiled step
     row        the caches of one prompt, while the models read it
+    place      one of the N rows of a `PrefillBatch`
     read       prefilled: a program has put the tokens into the row's caches
     program    a compiled function of `Programs`
 
 An entry is read chunk by chunk, if it has tokens to read. Then its requests go into slots. While a
-prompt is in the batch, the batch holds its row.
+prompt has a place in the batch, its row is there, and the entry has no row of its own.
 """
 
 import abc
@@ -46,7 +47,7 @@ class QueueEntry(abc.ABC):
     Attributes:
       waiting: the requests without a slot.
       row: the models' state of the tokens read so far; None before, and while a batch holds it.
-      place: of the row in a batch that holds it, i32; else None.
+      place: index of its row in the `PrefillBatch`, i32; None while the row is its own, or absent.
       num_read: how many tokens programs have read. The padding of a last chunk counts, that of a
         last piece does not.
     """
@@ -56,7 +57,7 @@ class QueueEntry(abc.ABC):
         self.row: PromptRow | None = None
         self.place: np.integer | None = None
         self.num_read = 0
-        # Tokens that the row has room for, one of `Programs.row_lengths`; 0 before it is made.
+        # Tokens that the row has room for, one of `Programs.row_lengths`; 0 before the row is made.
         self._row_length = 0
 
     @property
@@ -70,7 +71,7 @@ class QueueEntry(abc.ABC):
         return self.token_ids[self.num_read : -1]
 
     def is_read(self) -> bool:
-        """Returns whether the entry's row has all tokens but the last."""
+        """Returns whether the entry has a row, its own or a place, with all tokens but the last."""
         return (self.row is not None or self.place is not None) and not self.unread.size
 
     def next_chunk(self, size: int) -> tuple[np.ndarray, np.ndarray]:
@@ -195,13 +196,14 @@ class PrefillBatch:
     """Prompts that are read together: N places, each with the row of one prompt.
 
     Args:
-      programs: of the engine. Without a `batch` in them no prompt is read here.
+      programs: of the engine. If their `batch` is None, no prompt is read here.
     """
 
     def __init__(self, programs: Programs) -> None:
         # The prompt in each place; a place without one is free.
         self._groups: dict[int, PromptGroup] = {}
-        # The N rows as one `PromptRow`, and the row of which a new prompt's is a copy.
+        # The N rows as one `PromptRow`, and an empty row, which is copied into the place of a prompt
+        # that has none yet. Pieces need no copy, as `_read_pieces` explains.
         self._rows = self._empty_row = None
         if programs.batch is not None:
             new_row = functools.partial(programs.new_row, max_length=programs.row_lengths[0])
@@ -226,9 +228,9 @@ class PrefillBatch:
         Args:
           programs: of the engine.
           unread: the entries to read, the first of the queue first.
-          max_chunks: the greatest cost of all reads until the first entry is read. An empty slot
-            waits for that entry. Infinity if no slot is empty.
-          is_urgent: whether a slot is empty, or too few prompts are read for the next empty ones.
+          max_chunks: the greatest cost of all reads until the first entry is read, for which an
+            empty slot waits. Infinity if no slot is empty.
+          is_urgent: whether a slot is empty, or fewer than two prompts are ready.
 
         Returns:
           The cost; 0 if nothing was read.
@@ -328,13 +330,14 @@ class PrefillBatch:
     ) -> DecodeState:
         """Returns the slots with the first waiting request of an entry in one of them.
 
-        The row may be one of the batch, whose place is then free. It is taken out first if more
-        requests need it, or if the batch reads no pieces.
+        If the row is in this batch, its place becomes free. The row is copied out first if more
+        requests of the prompt wait, or if the batch reads no pieces.
         """
         reads_pieces = programs.batch is not None and programs.batch.num_pieces > 0
         if entry.place is None or len(entry.waiting) > 1 or not reads_pieces:
             self.detach_group(programs, entry)
             return entry.admit(programs, slots, slot)
+        # `entry.admit` gives the program all rows, and the place of one.
         entry.row = self._rows
         try:
             slots = entry.admit(programs, slots, slot)
