@@ -20,7 +20,7 @@ from specjax.decode.state import DecodeState, Settings, StepInfo
 from specjax.decode.target_step import TargetRows, gather_row
 from specjax.devices.placement import pvary_like
 from specjax.processing.history import History
-from specjax.processing.row_masks import draft_sampling
+from specjax.processing.host_masks import draft_sampling
 from specjax.types import Draft
 
 __all__ = ["discard_incompatible_draft", "draft_budget", "draft_next", "propose_draft", "run_draft"]

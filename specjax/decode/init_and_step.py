@@ -15,7 +15,7 @@ from specjax.decode.state import DecodeState, StepInfo
 from specjax.decode.step import run_first_step, run_step
 from specjax.devices.placement import with_auto_axes
 from specjax.implementation import Implementation
-from specjax.processing.row_masks import split_first_mask, with_first_mask, with_row_masks
+from specjax.processing.host_masks import split_first_mask, with_first_mask, with_row_masks
 from specjax.processing.sampling_params import SamplingParams
 from specjax.types import Model
 

@@ -21,8 +21,8 @@ from specjax.devices.placement import Placement, with_auto_axes
 from specjax.devices.vocabulary_split import VocabularySplit
 from specjax.implementation import Implementation, resolve_implementation
 from specjax.processing.apply_sampling import apply_rules_and_filters
+from specjax.processing.host_masks import has_row_masks
 from specjax.processing.logit_rules import RowContext
-from specjax.processing.row_masks import has_row_masks
 from specjax.processing.rule_checks import check_widths
 from specjax.processing.sampling_params import SamplingParams, split_sampling
 from specjax.types import Model

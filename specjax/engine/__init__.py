@@ -14,7 +14,8 @@ Open `engine` first, the public class; then `scheduler`, where a step is a list 
 
     engine         `Engine`, and the choices that it makes when it is made
     scheduler      the host's part: which request is in which slot, and the order of a step
-    queue          requests that wait, and how their prompts are read
+    prefill_batch  prompts that one program reads together
+    queue          requests that wait, and how a prompt is read by itself
     submission     checks the arguments of `Engine.submit`
     request        `Request`: its tokens, its text, its end
     programs       the compiled programs, bound to an engine's models

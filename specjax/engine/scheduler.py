@@ -29,8 +29,9 @@ import jax
 import numpy as np
 
 from specjax.decode.state import DecodeState
+from specjax.engine.prefill_batch import PrefillBatch
 from specjax.engine.programs import Programs
-from specjax.engine.queue import ParkedRequest, PrefillBatch, QueueEntry, WaitingQueue
+from specjax.engine.queue import ParkedRequest, QueueEntry, WaitingQueue
 from specjax.engine.request import PROGRAM_EXITS, FinishReason, Request, describe
 from specjax.engine.slots import StepOutput
 

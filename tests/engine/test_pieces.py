@@ -12,8 +12,8 @@ from machine import has_gpu
 import specjax
 from specjax.decode.drafters import Models
 from specjax.engine import slots
+from specjax.engine.prefill_batch import PrefillBatch
 from specjax.engine.programs import BatchShape, warm_up
-from specjax.engine.queue import PrefillBatch
 from specjax.engine.submission import Submission, check_request
 from specjax.models import (
     DFlashConfig,

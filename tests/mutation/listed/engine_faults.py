@@ -55,7 +55,7 @@ MUTATIONS = (
         "a chunk counts as read before a program has it",
     ),
     Mutation(
-        f"{_ENGINE}queue.PrefillBatch.read",
+        f"{_ENGINE}prefill_batch.PrefillBatch.read",
         "        self._rows = programs.prefill_batch(self._rows, token_ids, positions)\n"
         "        for group in groups:\n"
         "            group.num_read += piece_size\n",
@@ -66,7 +66,7 @@ MUTATIONS = (
         "chunks of a batch count as read before a program has them",
     ),
     Mutation(
-        f"{_ENGINE}queue.PrefillBatch.detach_group",
+        f"{_ENGINE}prefill_batch.PrefillBatch.detach_group",
         "                row = programs.take_row(self._rows, np.int32(index))\n"
         "                self._groups.pop(index).attach_row(row, programs.row_lengths[0])",
         "                self._groups.pop(index)\n"

@@ -246,14 +246,14 @@ MUTATIONS = (
         "requests without a matcher get the masks of the last one that has one",
     ),
     Mutation(
-        "specjax.processing.row_masks.with_row_masks",
+        "specjax.processing.host_masks.with_row_masks",
         "return _with_masks(sampling, masks)",
         "return sampling",
         row_masks(_FORMS),
         "a step has the masks of the step before, with which its draft was drawn",
     ),
     Mutation(
-        "specjax.processing.row_masks.draft_sampling",
+        "specjax.processing.host_masks.draft_sampling",
         "sampling._replace(allowed=None)",
         "sampling._replace(allowed=sampling.allowed[:, 0])",
         grammar_laws("test_a_draft_that_the_grammar_masks_is_accepted_more"),
