@@ -483,6 +483,20 @@ MUTATIONS = (
         "all prompts of a chunk are read into one row",
     ),
     Mutation(
+        "specjax.engine.prefill_batch.PrefillBatch._read_pieces",
+        "sizes.append(chunk.size)",
+        "group.num_read, sizes = group.num_read + chunk.size, [*sizes, 0]",
+        pieces("test_a_chunk_that_failed_is_read_again"),
+        "a chunk counts as read before its program has it",
+    ),
+    Mutation(
+        "specjax.engine.prefill_batch.PrefillBatch.read",
+        "is_alone and (is_urgent or not num_pieces)",
+        "is_alone",
+        pieces("test_full_chunks_are_read_behind_a_prompt_of_one_token"),
+        "a prompt of one token keeps full chunks waiting",
+    ),
+    Mutation(
         "specjax.models.heads.drafters._follows",
         "& (first == last + 1)",
         "",
