@@ -11,7 +11,7 @@ from specjax.config import SpeculativeConfig
 from specjax.decode.drafters import Drafter, model_drafter
 from specjax.implementation import Implementation
 from specjax.models.decoder.config import TransformerConfig
-from specjax.models.heads.drafters import check_target, dflash_drafter, eagle3_drafter
+from specjax.models.heads.drafters import dflash_drafter, eagle3_drafter
 from specjax.models.heads.head_folder import (
     DraftKind,
     HeadFormat,
@@ -21,6 +21,7 @@ from specjax.models.heads.head_folder import (
     refuse_eagle1,
 )
 from specjax.models.heads.head_formats import DFLASH, EAGLE3
+from specjax.models.heads.head_target import check_target
 from specjax.models.hf.checkpoint import load
 from specjax.models.hf.config_json import load_config
 from specjax.models.hf.folder import read_json_object

@@ -7,7 +7,8 @@ that are named after neither kind serve both.
 |---|---|
 | `eagle3` | EAGLE-3: variants, forward pass, and a head over its own outputs, for training |
 | `dflash` | DFlash: variants, forward pass over a block |
-| `drafters` | the drafters of both, the parts of its target that a head uses |
+| `drafters` | the drafters of both |
+| `head_target` | the parts of its target that a head uses |
 | `sample_block` | draws a block from ready logits |
 | `head_formats` | their folders: read in every format, written in one |
 | `head_folder` | opens, loads and saves a folder of any kind; tensors by the names of any format |

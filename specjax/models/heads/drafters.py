@@ -12,86 +12,28 @@ head, `V` vocabulary, `V_d` draft vocabulary.
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 
 from specjax.config import SpeculativeConfig
 from specjax.decode.drafters import Drafter
 from specjax.decode.propose import DraftInputs, propose_step
-from specjax.devices.placement import Placement, replicate
-from specjax.file_io import quote
+from specjax.devices.placement import replicate
 from specjax.implementation import Implementation
-from specjax.models.decoder.layers import embed_tokens, table_logits
+from specjax.models.decoder.layers import table_logits
 from specjax.models.decoder.transformer import functions
 from specjax.models.heads.dflash import DFlashConfig, init_dflash_cache, merge_dflash
 from specjax.models.heads.eagle3 import Eagle3Config, merge_eagle3
+from specjax.models.heads.head_target import HeadTarget, head_target
 from specjax.models.heads.sample_block import sample_block
 from specjax.types import Draft, Model, Pieces
 
-__all__ = ["HeadTarget", "check_target", "dflash_drafter", "eagle3_drafter"]
+__all__ = ["dflash_drafter", "eagle3_drafter"]
 
 
 _Config = TypeVar("_Config", Eagle3Config, DFlashConfig)
-
-
-class HeadTarget(NamedTuple):
-    """The parts of a target that a head uses; equal for equal targets, to share programs.
-
-    Attributes:
-      logits: as in `Model`.
-      vocab_size: V.
-      placement: where the target lies, or None.
-    """
-
-    logits: Any
-    vocab_size: int
-    placement: Placement | None
-
-    def embed(self, table: jax.Array, token_ids: jax.Array) -> jax.Array:
-        """Returns the target's embeddings [B, T, E] of tokens, unscaled.
-
-        Args:
-          table: the target's, [V, E], or [N * W, E] of N devices.
-          token_ids: i32[B, T].
-        """
-        placement = self.placement
-        if placement is None or placement.model is None:
-            return table[token_ids]
-
-        def on_share(table: jax.Array, token_ids: jax.Array) -> jax.Array:
-            return embed_tokens(table, token_ids, placement.model)
-
-        specs = PartitionSpec(placement.model), placement.spec()
-        # The sum is equal on every device, which no type expresses.
-        mapped = placement.map(on_share, specs, placement.spec(), check_vma=False)
-        embedded: jax.Array = mapped(table, placement.pad(token_ids))
-        return embedded[: len(token_ids)]
-
-    def on_each_device(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns a function that every device runs with all parameters, on its requests.
-
-        GSPMD would gather the rows of all devices for a kernel.
-
-        Args:
-          function: of parameters and pytrees of arrays [B, ...]; returns such a pytree.
-        """
-        placement = self.placement
-        if placement is None:
-            return function
-        whole, requests = PartitionSpec(), placement.spec()
-
-        def run(params: Any, *arrays: Any) -> Any:
-            size = len(jax.tree.leaves(arrays)[0])
-            specs = (whole, *(requests for _ in arrays))
-            mapped = placement.map(function, specs, requests, check_vma=False)
-            outputs = mapped(params, *jax.tree.map(placement.pad, arrays))
-            return jax.tree.map(lambda x: x[:size], outputs)
-
-        return run
 
 
 def eagle3_drafter(
@@ -134,7 +76,7 @@ def eagle3_drafter(
     References:
       Li et al., 2025, arXiv:2503.01840: EAGLE-3.
     """
-    steps = _functions(_Eagle3, config, _head_target(target, config), implementation)
+    steps = _functions(_Eagle3, config, head_target(target, config), implementation)
     parts = _drafter_params(target, config, params)
     return _features_drafter(target, config, parts, steps)
 
@@ -182,7 +124,7 @@ def dflash_drafter(
     References:
       Chen et al., 2026, arXiv:2602.06036: DFlash.
     """
-    steps = _functions(_DFlash, config, _head_target(target, config), implementation)
+    steps = _functions(_DFlash, config, head_target(target, config), implementation)
     parts = _drafter_params(target, config, params)
     parts["context"] = merge_dflash(config, parts["head"]).context()
     return _features_drafter(target, config, parts, steps)
@@ -194,68 +136,6 @@ def _features_drafter(
     """Returns a drafter whose head reads the target's taps."""
     taps, reads_pieces = head.taps, target.reads_pieces
     return Drafter(params, *steps, reads_features=True, taps=taps, reads_pieces=reads_pieces)
-
-
-def _head_target(target: Model, head: Eagle3Config | DFlashConfig) -> HeadTarget:
-    """Returns the parts of its target that a head uses; refuses a target of another head.
-
-    Args:
-      target: from `load`, `build` or `split_model`.
-      head: configuration of the head.
-
-    Raises:
-      ValueError: as `check_target`.
-    """
-    vocab_size, size = target.params["embedding"].shape
-    if target.split_logits is not None:
-        # The shares of a table are padded.
-        row = jax.ShapeDtypeStruct((1, size), target.params["embedding"].dtype)
-        vocab_size = jax.eval_shape(target.logits, target.params, row).shape[-1]
-    layers = len(target.params["layers"])
-    check_target(head, hidden_size=size, vocab_size=vocab_size, num_layers=layers)
-    return HeadTarget(target.logits, vocab_size, target.placement)
-
-
-def check_target(
-    head: Eagle3Config | DFlashConfig, *, hidden_size: int, vocab_size: int, num_layers: int
-) -> None:
-    """Refuses a head that was trained for another target.
-
-    Args:
-      head: configuration of the head.
-      hidden_size: of the target.
-      vocab_size: of the target.
-      num_layers: of the target.
-
-    Raises:
-      ValueError: if the head reads states of another size, tokens of another vocabulary, or layers
-        that the target does not have.
-
-    Example:
-      >>> from specjax.models import TransformerConfig
-      >>> head = Eagle3Config(TransformerConfig(64, 16, 32, 1, 4, 2, 4), 16, 64, taps=(1, 9))
-      >>> check_target(head, hidden_size=16, vocab_size=64, num_layers=8)
-      Traceback (most recent call last):
-        ...
-      ValueError: the EAGLE-3 head reads states after layers [1, 9] and the target has 8 layers; \
-use a head that was trained for this target.
-    """
-    kind, layer, hint = head.kind, head.layer, "use a head that was trained for this target."
-    if head.target_hidden_size != hidden_size:
-        raise ValueError(
-            f"the {kind} head reads hidden states of size {head.target_hidden_size} and the "
-            f"target's have {hidden_size}; {hint}"
-        )
-    if layer.vocab_size != vocab_size:
-        raise ValueError(
-            f"the {kind} head is for {layer.vocab_size} tokens and the target has {vocab_size}; "
-            f"{hint}"
-        )
-    if not head.taps or min(head.taps) < 0 or max(head.taps) > num_layers:
-        raise ValueError(
-            f"the {kind} head reads states after layers {quote(list(head.taps))} and the target "
-            f"has {num_layers} layers; {hint}"
-        )
 
 
 def _drafter_params(
