@@ -68,7 +68,7 @@ _copy = jax.jit(functools.partial(jax.tree.map, jnp.copy))
 
 
 class StreamPrograms:
-    """The programs of texts of one kind; those of the first token begin to be compiled at once.
+    """The programs of texts of one kind; compilation begins with the programs of the first token.
 
     Args:
       target: the model; only the shapes of its weights are read.

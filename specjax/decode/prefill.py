@@ -214,7 +214,7 @@ def run_prefill(models: Models, requests: RequestBatch, *, options: StaticOption
     start = pvary_like(start, start, prompt, lengths, models)
     end = jnp.max(lengths if reads_last else lengths - 1)
     _, *caches, last = jax.lax.while_loop(lambda carry: carry[0] < end, read, start)
-    # Copies: a program that takes the state may be given its memory, but not that of the arguments.
+    # Without copies, arrays of the caller would be leaves of the state, and could not be donated.
     state = jax.tree.map(jnp.copy, state._replace(target_cache=None, drafter_state=None))
     state = state._replace(target_cache=caches[0], drafter_state=caches[1])
     return (state, last) if reads_last else state

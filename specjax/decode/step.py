@@ -8,11 +8,11 @@
 
 Row 0 holds the logits after the last committed token, row i those after the i-th drafted token.
 
-In a request's first step nothing is drafted: row 0 is that of the prompt's last token. The step
-feeds this token, unless the prefill has read it already (`run_first_step`). Without a drafter
-K = 0: plain decoding. The state is one pytree. The models' parameters are traced arguments, not
-constants of the program. The parts are functions of their own, so that a host can compile them
-apart.
+In a request's first step nothing is drafted, so that there is row 0 alone: the logits after the
+prompt's last token. The step feeds that token, unless the prefill has read it already
+(`run_first_step`). Without a drafter K = 0: plain decoding. The state is one pytree. The models'
+parameters are traced arguments, not constants of the program. A host can compile each part by
+itself.
 
 The callers have checked the arguments. `target_step` checks what the target returns, and
 `draft_step` what the drafter returns.

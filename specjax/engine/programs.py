@@ -121,15 +121,23 @@ class Programs(NamedTuple):
         return num_rows if self.batch.num_pieces else num_rows + num_rows // 2
 
     @property
+    def prefills_in_advance(self) -> bool:
+        """Whether a second chunk is read between two steps while no slot is empty.
+
+        A chunk of pieces has several prompts, so that one is enough.
+        """
+        return self.batch is None or not self.batch.num_pieces
+
+    @property
     def prefill_slots(self) -> float:
         """Memory of prompts that are being read or wait for a slot, in slots."""
         # 2.5 = two rows and, while one grows, the row of half its length that it replaces.
         if self.batch is None:
             return 2.5
-        # The batch's rows, those of prompts that are read and left it, and an empty one.
-        num_rows = self.batch.num_rows + self.prefill_depth - _PREFILL_AHEAD + 1
-        if self.batch.num_pieces:
-            num_rows = self.batch.num_rows
+        num_rows = self.batch.num_rows
+        if not self.batch.num_pieces:
+            # Rows of prompts that are read and left the batch, and an empty one.
+            num_rows += self.prefill_depth - _PREFILL_AHEAD + 1
         return 2.5 + num_rows * self.row_lengths[0] / self.row_lengths[-1]
 
     def of_target(self) -> "Programs":

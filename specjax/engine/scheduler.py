@@ -276,12 +276,10 @@ class Scheduler:
 
         Two chunks for an empty slot keep more slots busy than one. But a single waiting prompt gets
         one chunk, so that the slots do not wait for two. `PrefillBatch.read` returns the cost of a
-        batch in chunks. A chunk of pieces has several prompts: while no slot is empty, one is
-        enough.
+        batch in chunks. While no slot is empty, programs that do not prefill in advance read one.
         """
         empty = [slot for slot, request in enumerate(self._occupants) if request is None]
-        batch = self._programs.batch
-        least = 0 if batch is not None and batch.num_pieces else 1
+        least = int(self._programs.prefills_in_advance)
         num_chunks = max(1, min(2 * max(least, len(empty)), self.queue.num_entries()))
         while entries := self.queue.first(self._programs.prefill_depth):
             if empty and entries[0].is_read():
