@@ -17,7 +17,7 @@ import importlib
 import typing
 
 from specjax import theory
-from specjax.call_arrays import Options
+from specjax.call_options import Options
 from specjax.config import SpeculativeConfig
 from specjax.core import rules
 from specjax.core.noise import Stream

@@ -8,7 +8,8 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 
-from specjax.call_arrays import CallOptions, Options, SampleArrays, check_options, check_whole_rows
+from specjax.call_arrays import SampleArrays
+from specjax.call_options import CallOptions, Options, check_options, check_whole_rows
 from specjax.checks import (
     as_array,
     check_count,

@@ -24,7 +24,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from specjax.call_arrays import CallOptions, VerifyInputs
+from specjax.call_arrays import VerifyInputs
+from specjax.call_options import CallOptions
 from specjax.core.rule import COUPLED, static_rule
 from specjax.decode.commit import Origin, append, append_emitted
 from specjax.decode.draft_step import discard_incompatible_draft, draft_next

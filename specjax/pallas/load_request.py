@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import triton as plgpu
 
-from specjax.call_arrays import CallOptions, FlatBatch
+from specjax.call_arrays import FlatBatch
+from specjax.call_options import CallOptions
 from specjax.core.acceptance import is_one_hot, num_valid_drafts
 from specjax.core.logsumexp import LogNormalizer, normalizer_from_statistics
 from specjax.core.noise import Hash, Words, fold_in

@@ -15,7 +15,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from specjax.call_arrays import CallOptions, SampleArrays
+from specjax.call_arrays import SampleArrays
+from specjax.call_options import CallOptions
 from specjax.core.gumbel_max import token_logprobs
 from specjax.core.logsumexp import MaxSum, RowStatistics, row_logsumexp, row_statistics
 from specjax.core.noise import SAMPLING_BLOCK, Hash, Words, address

@@ -18,7 +18,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from specjax.call_arrays import CallOptions, FlatBatch, VerifyInputs
+from specjax.call_arrays import FlatBatch, VerifyInputs
+from specjax.call_options import CallOptions
 from specjax.core.logsumexp import LogNormalizer
 from specjax.core.noise import Stream, uniform
 from specjax.core.rule import BLOCK, COUPLED, RowValues, Rule, accepts, log_weights

@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from specjax.call_arrays import CallOptions, SampleArrays, TreeArrays, VerifyInputs
+from specjax.call_arrays import SampleArrays, TreeArrays, VerifyInputs
+from specjax.call_options import CallOptions
 from specjax.core.noise import fold_in_rows
 from specjax.core.rule import BLOCK, COUPLED
 from specjax.core.token_map import invert_token_map

@@ -7,7 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from specjax.call_arrays import CallOptions, Options, SampleArrays, check_options
+from specjax.call_arrays import SampleArrays
+from specjax.call_options import CallOptions, Options, check_options
 from specjax.checks import as_array, check_keys, check_logits, parse_array, parse_optional
 from specjax.core.noise import Words, batch_addresses
 from specjax.devices.map_parts import map_parts

@@ -7,7 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from specjax.call_arrays import CallOptions, Options, VerifyInputs, check_options, cumulative_counts
+from specjax.call_arrays import VerifyInputs, cumulative_counts
+from specjax.call_options import CallOptions, Options, check_options
 from specjax.checks import (
     as_array,
     check_draft,

@@ -7,7 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from specjax.call_arrays import CallOptions, Options, TreeArrays, check_options, check_whole_rows
+from specjax.call_arrays import TreeArrays
+from specjax.call_options import CallOptions, Options, check_options, check_whole_rows
 from specjax.checks import (
     as_array,
     check_count,

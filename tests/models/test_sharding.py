@@ -16,7 +16,8 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding
 from over_devices import collectives
 
 import specjax
-from specjax.call_arrays import CallOptions, VerifyInputs
+from specjax.call_arrays import VerifyInputs
+from specjax.call_options import CallOptions
 from specjax.decode.drafters import Models
 from specjax.decode.prefill import run_prefill
 from specjax.decode.request_batch import RequestArguments, check_arguments

@@ -12,7 +12,8 @@ from verify_cases import make_draft, make_keys, mixed_case, sampled_case, with_s
 
 import specjax
 from specjax import Draft, RaggedDraft, rules
-from specjax.call_arrays import CallOptions, VerifyInputs
+from specjax.call_arrays import VerifyInputs
+from specjax.call_options import CallOptions
 from specjax.implementation import Implementation
 from specjax.pallas.kernel_config import KernelConfig, Tile
 from specjax.pallas.split.sample import compare_draws

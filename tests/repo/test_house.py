@@ -31,6 +31,7 @@ FLOORS = (
     ("core",),
     ("devices",),
     ("checks",),
+    ("call_options",),
     ("call_arrays",),
     ("theory", "pallas"),
     ("config",),

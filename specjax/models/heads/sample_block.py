@@ -11,7 +11,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from specjax.call_arrays import CallOptions, SampleArrays
+from specjax.call_arrays import SampleArrays
+from specjax.call_options import CallOptions
 from specjax.checks import check_keys
 from specjax.config import SpeculativeConfig
 from specjax.core.noise import Stream, fold_in_rows

@@ -18,7 +18,8 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from specjax.call_arrays import CallOptions, SampleArrays, VerifyInputs, cumulative_counts, flatten
+from specjax.call_arrays import SampleArrays, VerifyInputs, cumulative_counts, flatten
+from specjax.call_options import CallOptions
 from specjax.core.acceptance import num_valid_drafts
 from specjax.core.gumbel_max import first_argmax, token_logprobs
 from specjax.core.logsumexp import (

@@ -18,7 +18,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from specjax.call_arrays import CallOptions, VerifyInputs, flatten
+from specjax.call_arrays import VerifyInputs, flatten
+from specjax.call_options import CallOptions
 from specjax.core.acceptance import accept_greedy, accept_random, accept_synthetic
 from specjax.core.gumbel_max import token_logprobs
 from specjax.core.logsumexp import LogNormalizer, MaxSum, RowStatistics

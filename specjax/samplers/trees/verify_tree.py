@@ -6,7 +6,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from specjax.call_arrays import CallOptions, TreeArrays
+from specjax.call_arrays import TreeArrays
+from specjax.call_options import CallOptions
 from specjax.core.temperature import parse_temperature
 from specjax.devices.placement import pvary_like
 from specjax.devices.rows import LogitRows
