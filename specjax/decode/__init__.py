@@ -17,7 +17,7 @@
 | `state` | `DecodeState`, `Settings`, `StepInfo` |
 | `matchers` | `RowMasks`: masks of each row, by matchers on the host |
 | `metrics`, `logprobs` | counts of steps; listed log-probabilities |
-| `capacity` | sizes and padding of buffers |
+| `capacity`, `kinds` | sizes and padding of buffers; what decides which program takes a model |
 
 Open `step` first. Public calls check their arguments, and the other modules trust them.
 

@@ -24,6 +24,7 @@ from specjax.decode.capacity import explain_out_of_memory, pad_batch_to_mesh
 from specjax.decode.compile.compiler_options import prefill_options
 from specjax.decode.draft_step import propose_draft
 from specjax.decode.drafters import Models
+from specjax.decode.kinds import kind_of, kind_of_model
 from specjax.decode.logprobs import empty_logprobs
 from specjax.decode.metrics import init_metrics
 from specjax.decode.options import StaticOptions, StepOptions
@@ -31,7 +32,6 @@ from specjax.decode.request_batch import check_prompt_ids
 from specjax.decode.state import DecodeState, RequestBatch
 from specjax.decode.target_step import (
     TargetRows,
-    abstract_values,
     apply_model,
     gather_row,
     score_hidden,
@@ -100,26 +100,23 @@ def _begin_compilation(
     run: Any, models: Models, requests: RequestBatch, options: StaticOptions
 ) -> tuple[futures.Future[Any], ...]:
     """Begins to compile `run_prefill` and `run`, if no call had these shapes and options before."""
-    leaves, structure = jax.tree.flatten((models, requests))
-    # Placed arrays were put on chosen devices, or are traced by an outer program. If inputs are
-    # sharded, the state's sharding is known only after prefill.
-    arrays = [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
-    is_placed = any(isinstance(array, jax.core.Tracer) or array.committed for array in arrays)
+    kinds = (*map(kind_of_model, models), kind_of(requests))
+    # If inputs are sharded, the state's sharding is known only after prefill.
+    is_placed = any(kind is not None and kind.is_placed for kind in kinds)
     if is_placed or jax.config.values["jax_disable_jit"]:
         return ()
-    types = abstract_values(leaves)
     # The dtype of a Python float, which `jax_enable_x64` changes, is part of what is compiled.
-    if next(_count_calls(run, structure, types, options, jax.dtypes.canonicalize_dtype(float))):
+    if next(_count_calls(run, *kinds, options, jax.dtypes.canonicalize_dtype(float))):
         return ()
     return begin_compilation(run, models, requests, options)[1]
 
 
 @functools.lru_cache(maxsize=64)
-def _count_calls(*kind: Any) -> Iterator[int]:
-    """Returns a counter of the calls of a kind: one `run`, structure, shapes and options.
+def _count_calls(*parts: Any) -> Iterator[int]:
+    """Returns a counter of the calls with one `run`, kinds of models and requests, and options.
 
-    The structure refers to the models' functions. So only the 64 kinds that were called last are
-    kept; the next call of an older one compiles side by side again.
+    Kinds refer to the models' functions. So only the 64 that were called last are kept; the next
+    call of an older one compiles side by side again.
     """
     return itertools.count()
 

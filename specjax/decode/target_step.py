@@ -6,7 +6,7 @@ Row i decides the token after the i first drafted ones, and row K the bonus toke
 """
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from specjax.checks import check_applied, check_model_logits
 from specjax.core.acceptance import num_valid_drafts
 from specjax.decode.adaptive_k import cond_in_place
+from specjax.decode.kinds import Kind, kind_of_model
 from specjax.decode.logprobs import check_num_listed
 from specjax.decode.state import DecodeState, Settings
 from specjax.devices.placement import Placement, with_auto_axes
@@ -29,7 +30,6 @@ from specjax.types import Model
 
 __all__ = [
     "TargetRows",
-    "abstract_values",
     "apply_model",
     "count_drafted",
     "count_rows",
@@ -129,16 +129,6 @@ def apply_model(
     return states
 
 
-def abstract_values(leaves: Iterable[Any]) -> tuple[tuple[Any, Any, bool], ...]:
-    """Returns shape, dtype and weak type of each array or number, faster than `jax.typeof`."""
-    return tuple(
-        (x.shape, x.dtype, getattr(x, "weak_type", False))
-        if hasattr(x, "dtype")
-        else ((), jax.dtypes.canonicalize_dtype(type(x)), True)
-        for x in leaves
-    )
-
-
 def vocabulary_size(target: Model, size: int, num_rows: int, max_length: int) -> int:
     """Returns V of the target's logits. `prefill` reuses what is traced for it.
 
@@ -150,8 +140,7 @@ def vocabulary_size(target: Model, size: int, num_rows: int, max_length: int) ->
     """
     sizes = {"size": size, "num_rows": num_rows, "max_length": max_length}
     if target.placement is None:
-        leaves, structure = jax.tree.flatten(target)
-        return _vocabulary_size(structure, abstract_values(leaves), **sizes)
+        return _vocabulary_size(kind_of_model(target), **sizes)
     rows = with_auto_axes(
         functools.partial(_logits.eval_shape, **sizes), target.placement, target, like=()
     )
@@ -160,12 +149,9 @@ def vocabulary_size(target: Model, size: int, num_rows: int, max_length: int) ->
 
 
 @functools.lru_cache(maxsize=64)
-def _vocabulary_size(structure: Any, types: tuple[Any, ...], **sizes: int) -> int:
-    """Returns V for a target of such leaves: JAX takes milliseconds to find what it traced."""
-    leaves = (
-        jax.ShapeDtypeStruct(shape, dtype, weak_type=is_weak) for shape, dtype, is_weak in types
-    )
-    vocab_size: int = _logits.eval_shape(jax.tree.unflatten(structure, leaves), **sizes).shape[-1]
+def _vocabulary_size(target: Kind, **sizes: int) -> int:
+    """Returns V for a target of this kind: JAX takes milliseconds to find what it traced."""
+    vocab_size: int = _logits.eval_shape(target.shapes(), **sizes).shape[-1]
     return vocab_size
 
 

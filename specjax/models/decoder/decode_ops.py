@@ -177,13 +177,15 @@ def matmul(
 
 
 def num_xla_parts(x: jax.Array, matrix: jax.Array) -> int:
-    """Returns 2 if tiles of 128 x 128 leave multiprocessors idle, and K divides by 256; else 1.
+    """Returns 2 if tiles of 128 x 128 need at most half the multiprocessors; else 1.
 
-    XLA would split such a product along K, too, and launch a kernel that adds the parts.
+    K has to divide by 256. XLA would split such a product along K, too, and launch a kernel that
+    adds the parts. On an H100 a down projection of an 8B model takes 53.6 us in two parts for 62.0
+    at 256 rows, and 85.2 for 82.1 at 512.
     """
     (*lead, size), width = x.shape, matrix.shape[1]
     num_tiles = -(-math.prod(lead) // 128) * -(-width // 128)
-    return 2 if num_tiles < NUM_MULTIPROCESSORS and size % 256 == 0 else 1
+    return 2 if 2 * num_tiles <= NUM_MULTIPROCESSORS and size % 256 == 0 else 1
 
 
 def _halves(x: jax.Array, matrix: jax.Array) -> jax.Array:

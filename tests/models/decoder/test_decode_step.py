@@ -407,7 +407,7 @@ def test_a_long_request_has_more_splits_and_its_bits_do_not_depend_on_the_others
         shared_memory_bytes=227 * 1024,
         config=DecodeConfig(**choices),
     )
-    blocks = [VisibleBlocks(jnp.int32(0), jnp.int32(n)) for n in (0, 1, 2, 3, 10)]
+    blocks = [VisibleBlocks(*map(jnp.int32, (0, n, 0))) for n in (0, 1, 2, 3, 10)]
     assert [int(num_active_splits(x, tiling)) for x in blocks] == [1, 1, 1, 2, 5]
     found, written = ours(projected, cos_sin, positions, cache)
     wanted, held = attend("xla", spec)(projected, cos_sin, positions, cache)
@@ -433,7 +433,7 @@ def test_tokens_of_a_prompt_are_tiles_and_see_what_plain_jax_lets_them_see(
     projected, cos_sin, cache = heads(2, 50, 2, shared, head_dim, 200, parts=2)
     # A chunk after 120 tokens, and one with an end, of which two values are not finite.
     positions = jnp.arange(50, dtype=jnp.int32)[None] + jnp.array([[120], [0]], jnp.int32)
-    positions = positions.at[1, 37:].set(-1)
+    positions = positions.at[1, 37:].set(-1).at[0, 47:].set(-1)
     values = projected.parts.reshape(2, 2, 50, -1, head_dim)
     values = values.at[0, 0, 30, -1, 2].set(jnp.inf).at[0, 1, 36, -2, 0].set(jnp.nan)
     projected = projected._replace(parts=values.reshape(projected.parts.shape))
@@ -443,6 +443,7 @@ def test_tokens_of_a_prompt_are_tiles_and_see_what_plain_jax_lets_them_see(
     seen = (positions >= 0)[..., None]
     assert 0 < int(jnp.isnan(jnp.where(seen, wanted, 0)).sum()) < wanted.size // 3
     close(jnp.where(seen, found, 0), jnp.where(seen, wanted, 0))
+    assert not jnp.any(jnp.where(seen, 0, found)), "rows without a token are not zero"
     for entry, other in zip(written, held, strict=True):
         close(entry, other)
 

@@ -49,8 +49,8 @@ MUTATIONS = (
     ),
     Mutation(
         f"{_MODELS}attention_kernels.fused_attention_kernel",
-        "kv.attend(first_block, queries, visible, positions, spec)",
-        "kv.attend(first_block, queries, visible, [], spec)",
+        "kv.attend(first_block, queries, visible, positions, spec, exp2)",
+        "kv.attend(first_block, queries, visible, [], spec, exp2)",
         _ALONE,
         "a token that is fed is seen, and so is what its slot held",
     ),
@@ -291,8 +291,8 @@ MUTATIONS = (
     ),
     Mutation(
         f"{_MODELS}online_softmax.update",
-        "jnp.where(visible, jnp.exp(scores - m_i[:, None]), 0.0)",
-        "jnp.exp(scores - m_i[:, None])",
+        "p = jnp.where(visible, p, 0.0)",
+        "p = p",
         _CROWD,
         "slots that a row does not see have a weight",
     ),
@@ -305,10 +305,24 @@ MUTATIONS = (
     ),
     Mutation(
         f"{_MODELS}online_softmax.update",
-        "* spec.softcap",
-        "* 1.0",
+        "spec.softcap)), spec.softcap",
+        "spec.softcap)), 1.0",
         _WINDOW_ALONE,
         "capped scores are not scaled back",
+    ),
+    Mutation(
+        f"{_MODELS}kv_split.visible_blocks",
+        "jnp.minimum(lowest, num_slots), BLOCK_KV",
+        "jnp.minimum(lowest, num_slots) + BLOCK_KV, BLOCK_KV",
+        few(f"{_TILES}[interpret-all]"),
+        "the block of a tile's first token is read without masks",
+    ),
+    Mutation(
+        f"{_MODELS}kv_split.KVSplit.attend",
+        "jnp.where(is_token, state.acc, 0.0)",
+        "state.acc",
+        few(f"{_TILES}[interpret-all]"),
+        "rows without a token attend to whole blocks",
     ),
     Mutation(
         f"{_MODELS}tilings.num_query_rows",

@@ -97,7 +97,13 @@ def _fused_attention(
     keys, values = operands.keys, operands.values
     num_request_kv_heads, num_partials = keys.shape[0] * keys.shape[1], tiling.num_splits + 1
     results = launch(
-        functools.partial(fused_attention_kernel, spec=spec, norm=norm, head_norm=head_norm),
+        functools.partial(
+            fused_attention_kernel,
+            spec=spec,
+            norm=norm,
+            head_norm=head_norm,
+            interpret=interpret,
+        ),
         operands,
         FusedOutputs(
             _partials_shape(operands, num_partials, tiling),

@@ -46,7 +46,7 @@ from specjax.models.decoder.shared_math import (
     last_visible,
 )
 from specjax.pallas.kernel_config import next_power_of_2
-from specjax.pallas.launch import divmod_i32, is_last_arrival
+from specjax.pallas.launch import divmod_i32, is_last_arrival, make_exp2
 
 __all__ = [
     "AttentionOperands",
@@ -114,11 +114,11 @@ def fused_attention_kernel(
     spec: AttentionSpec,
     norm: NormSpec,
     head_norm: NormSpec | None,
+    interpret: bool,
 ) -> None:
     """Writes (m_i, l_i, acc) of one split of a cache, and the new keys and values to the cache.
 
-    Formula: s = scale * <q, k>, capped by c tanh(s / c). Over the slots that a row attends to,
-    m_i = max s, l_i = sum e^(s - m_i), acc = sum e^(s - m_i) v.
+    Formula: of `online_softmax`, over the slots that a row attends to.
     Grid: B * G * (P + 1) programs of 2 or 4 warps. Each of programs 0 to P - 1 of a
     key-value head owns every P-th block of 64 slots. Program P owns the new tokens, and writes them
     to the cache.
@@ -137,9 +137,11 @@ def fused_attention_kernel(
       spec: scale, window and soft cap.
       norm: the deferred norm of queries, keys and values.
       head_norm: of queries and keys; None if they have none.
+      interpret: whether this runs in Pallas' interpreter.
     """
     num_kv_heads, num_slots, head_dim = operands.keys.shape[1:]
     num_tokens, num_splits = operands.positions.shape[1], out.partials.m_i.shape[1] - 1
+    exp2 = make_exp2(interpret)
     queries_per_kv = operands.parts.shape[3] // num_kv_heads - 2
     request_kv_head, split = divmod_i32(pl.program_id(0), num_splits + 1)
     b, g = divmod_i32(request_kv_head, num_kv_heads)
@@ -177,7 +179,7 @@ def fused_attention_kernel(
             # that is not finite. Attention uses the raw keys and values, and does not wait for
             # the check.
             keys, values = entries
-        state = online_softmax.update(empty_state, queries, keys, values, position, spec)
+        state = online_softmax.update(empty_state, queries, keys, values, position, spec, exp2)
         store_partial(out.partials, request_kv_head, split, online_softmax.reduce_l(state), is_row)
         # One past the end for tokens that the cache does not hold: the store masks it.
         is_held = (position >= 0) & (position < num_slots)
@@ -192,7 +194,7 @@ def fused_attention_kernel(
         held = [jnp.where(position < 0, jnp.int32(num_slots), position) for position in positions]
         lowest = functools.reduce(jnp.minimum, held)
         visible = visible_blocks(lowest, highest, num_slots, spec.window)
-        state = kv.attend(first_block, queries, visible, positions, spec)
+        state = kv.attend(first_block, queries, visible, positions, spec, exp2)
         store_partial(out.partials, request_kv_head, split, state, is_row)
 
 
@@ -206,8 +208,7 @@ def attention_kernel(
 ) -> None:
     """Writes attention of a tile of queries to a cache, or (m_i, l_i, acc) of one of its splits.
 
-    Formula: s = scale * <q, k>, capped by c tanh(s / c). Over the slots that a row attends to,
-    m_i = max s, l_i = sum e^(s - m_i), acc = sum e^(s - m_i) v. Then as in `combine`.
+    Formula: of `online_softmax`, over the slots that a row attends to. Then as in `combine`.
     Grid: B * G * C * P programs of 2 to 8 warps. A tile is `tokens_per_tile` tokens of a request
     with the query heads of a key-value head; C tiles hold all tokens. One program owns every P_b-th
     block of 64 slots for a tile. P_b <= P follows from the request's own positions alone
@@ -253,7 +254,7 @@ def attention_kernel(
         last = position if spec.is_causal else jnp.where(position < 0, position, highest)
         row = cache_row(operands.rows, b)
         kv = KVSplit(operands.keys, operands.values, row, g, split, num_splits)
-        return kv.attend(None, Queries(heads, last), visible, [], spec)
+        return kv.attend(None, Queries(heads, last), visible, [], spec, make_exp2(interpret))
 
     if out.y is None:
         assert out.partials is not None

@@ -1,8 +1,8 @@
 """Combines the online softmaxes of a cache's splits into one attention.
 
-Each split p of the cache's slots stores (m_p, l_p, acc_p). They merge to
+Each split p of the cache's slots stores (m_p, l_p, acc_p) of `online_softmax`. They merge to
 
-    m = max_p m_p        o = sum_p exp(m_p - m) acc_p  /  sum_p exp(m_p - m) l_p
+    m = max_p m_p        o = sum_p 2^(m_p - m) acc_p  /  sum_p 2^(m_p - m) l_p
 
 `combine` runs inside the program that arrives last; `combine_kernel` is a separate launch.
 Axes as in `specjax.models.decoder.pallas.attention_kernels`.
@@ -134,7 +134,7 @@ def combine(
     def add(i: jax.Array, state: OnlineSoftmax) -> OnlineSoftmax:
         states = [state, *(load(i * splits_per_step + k) for k in range(splits_per_step))]
         m = functools.reduce(jnp.maximum, [each.m_i for each in states])
-        weights = [jnp.exp(each.m_i - m) for each in states]
+        weights = [jnp.exp2(each.m_i - m) for each in states]
         pairs = list(zip(states, weights, strict=True))
         l_i = [each.l_i * weight for each, weight in pairs]
         acc = [each.acc * weight[:, None] for each, weight in pairs]
@@ -164,7 +164,7 @@ def store_output(y: Any, b: jax.Array, rows: TileRows, state: OnlineSoftmax) -> 
 def combine_kernel(
     partials: PartialSoftmax, out: Any, *, num_tokens: int, num_kv_heads: int
 ) -> None:
-    """Writes o = sum_p exp(m_p - m) acc_p / sum_p exp(m_p - m) l_p for one query head of one token.
+    """Writes o = sum_p 2^(m_p - m) acc_p / sum_p 2^(m_p - m) l_p for one query head of one token.
 
     Grid: B * T' * H programs of one warp. A program holds the states of its row, [P', D], at once.
     Tokens from T on are padding and are written as 0.
@@ -197,7 +197,7 @@ def combine_kernel(
         partials.acc, (request_kv_head, split, row), dim, row_mask(inside, dim, head_dim)
     )
     # Every split of a padding token is masked: its maximum is -inf, and -inf - -inf is NaN.
-    weight = jnp.exp(m_i - jnp.maximum(jnp.max(m_i), -3e38))
+    weight = jnp.exp2(m_i - jnp.maximum(jnp.max(m_i), -3e38))
     total = jnp.sum(weight * l_i)
     y = jnp.sum(weight[:, None] * acc, axis=0) / jnp.where(total == 0, 1.0, total)
     plgpu.store(out.y.at[b, t, head, dim], y.astype(out.y.dtype), mask=dim < head_dim)

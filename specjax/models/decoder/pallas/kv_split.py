@@ -6,6 +6,7 @@ Axes: `B` requests, `G` key-value heads, `S` cache slots, `N` slots of a block, 
 `P` splits.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -21,20 +22,36 @@ from specjax.pallas.launch import divmod_i32
 __all__ = ["KVBlock", "KVSplit", "VisibleBlocks", "visible_blocks"]
 
 
-class KVBlock(NamedTuple):
-    """Slots i32[N] of a cache, a mask of those that exist, their keys [N, D] and values [N, D]."""
+# Rows from which on a tile's arithmetic takes longer than its reads: blocks that all rows attend to
+# are then read in a loop of their own, without masks.
+_MIN_ROWS_OF_WHOLE_BLOCKS = 64
 
-    slot: jax.Array
-    inside: jax.Array
+
+class KVBlock(NamedTuple):
+    """Slots i32[N] of a cache, a mask of those that exist, their keys [N, D] and values [N, D].
+
+    A whole block has neither slots nor a mask.
+    """
+
+    slot: jax.Array | None
+    inside: jax.Array | None
     keys: jax.Array
     values: jax.Array
 
 
 class VisibleBlocks(NamedTuple):
-    """The first block of a cache that a row attends to, and one past the last, i32[] each."""
+    """Blocks of a cache that the rows of a tile attend to.
+
+    Attributes:
+      start: i32[], the first block that a row attends to.
+      end: i32[], one past the last.
+      whole_end: i32[], at most `end`. All rows attend to every slot of blocks `start` to
+        `whole_end` - 1; rows without a token may count as such.
+    """
 
     start: jax.Array
     end: jax.Array
+    whole_end: jax.Array
 
 
 class KVSplit(NamedTuple):
@@ -56,16 +73,19 @@ class KVSplit(NamedTuple):
     split: jax.Array
     num_splits: int | jax.Array
 
-    def load(self, i: jax.Array) -> KVBlock:
-        """Loads the i-th block of this split."""
+    def load(self, i: jax.Array, is_whole: bool = False) -> KVBlock:
+        """Loads the i-th block of this split; `is_whole` as in `VisibleBlocks`."""
         num_slots, head_dim = self.keys.shape[2:]
         slot = (self.split + i * self.num_splits) * BLOCK_KV
         slot += jax.lax.iota(jnp.int32, BLOCK_KV)
         dim = jax.lax.iota(jnp.int32, pad_to_mma(head_dim))
+        at = (self.row, self.g, slot)
+        if is_whole:
+            mask = None if dim.shape[0] == head_dim else (dim < head_dim)[None]
+            return KVBlock(None, None, *(load_rows(x, at, dim, mask) for x in self[:2]))
         inside = (slot < num_slots) & (self.split < self.num_splits)
-        mask, at = row_mask(inside, dim, head_dim), (self.row, self.g, slot)
-        keys, values = (load_rows(x, at, dim, mask) for x in (self.keys, self.values))
-        return KVBlock(slot, inside, keys, values)
+        mask = row_mask(inside, dim, head_dim)
+        return KVBlock(slot, inside, *(load_rows(x, at, dim, mask) for x in self[:2]))
 
     def attend(
         self,
@@ -74,6 +94,7 @@ class KVSplit(NamedTuple):
         visible: VisibleBlocks,
         excluded_slots: list[jax.Array],
         spec: AttentionSpec,
+        exp2: Callable[[jax.Array], jax.Array],
     ) -> OnlineSoftmax:
         """Returns the online softmax of queries over the blocks of this split.
 
@@ -83,16 +104,18 @@ class KVSplit(NamedTuple):
           visible: blocks that a row attends to; others are skipped.
           excluded_slots: i32[] each, slots that no row attends to.
           spec: scale, window and soft cap.
+          exp2: as in `online_softmax.update`.
         """
 
         def update(block: KVBlock, state: OnlineSoftmax) -> OnlineSoftmax:
-            inside = block.inside
-            for position in excluded_slots:
-                inside &= block.slot != position
-            slot = jnp.where(inside, block.slot, jnp.int32(-1))
-            return online_softmax.update(state, queries, block.keys, block.values, slot, spec)
+            slot, inside = block.slot, block.inside
+            if slot is not None and inside is not None:
+                for position in excluded_slots:
+                    inside &= slot != position
+                slot = jnp.where(inside, slot, jnp.int32(-1))
+            return online_softmax.update(state, queries, block.keys, block.values, slot, spec, exp2)
 
-        start, end = (self._num_before(block) for block in visible)
+        start, end, whole_end = (self._num_before(block) for block in visible)
         num_rows, head_dim = queries.rows.shape
         state = online_softmax.init(num_rows, head_dim, BLOCK_KV)
         if first_block is not None:
@@ -101,6 +124,14 @@ class KVSplit(NamedTuple):
         def step(i: jax.Array, state: OnlineSoftmax) -> OnlineSoftmax:
             return update(self.load(i), state)
 
+        def step_whole(i: jax.Array, state: OnlineSoftmax) -> OnlineSoftmax:
+            return update(self.load(i, is_whole=True), state)
+
+        if num_rows >= _MIN_ROWS_OF_WHOLE_BLOCKS and not excluded_slots:
+            whole_end = jnp.maximum(whole_end, start)
+            state = jax.lax.fori_loop(start, whole_end, step_whole, state)
+            is_token = (queries.position >= 0)[:, None]
+            state, start = state._replace(acc=jnp.where(is_token, state.acc, 0.0)), whole_end
         return online_softmax.reduce_l(jax.lax.fori_loop(start, end, step, state))
 
     def _num_before(self, block: jax.Array) -> jax.Array:
@@ -122,6 +153,8 @@ def visible_blocks(
     """
     end, _ = divmod_i32(jnp.minimum(highest, num_slots - 1) + BLOCK_KV, BLOCK_KV)
     if window is None:
-        return VisibleBlocks(jnp.int32(0), end)
+        whole_end, _ = divmod_i32(jnp.minimum(lowest, num_slots), BLOCK_KV)
+        return VisibleBlocks(jnp.int32(0), end, jnp.minimum(whole_end, end))
     start, _ = divmod_i32(jnp.maximum(lowest - (window - 1), 0), BLOCK_KV)
-    return VisibleBlocks(jnp.minimum(start, end), end)
+    start = jnp.minimum(start, end)
+    return VisibleBlocks(start, end, start)

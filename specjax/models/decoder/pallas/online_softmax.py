@@ -1,17 +1,20 @@
 """Online softmax: attention of rows to keys that arrive block by block.
 
-Row i has scores s_ij = scale * <q_i, k_j> with its visible keys j. After each block
+Row i has scores s_ij = log2(e) * scale * <q_i, k_j> with its visible keys j. After each block
 
-    m_i = max_j s_ij     l_i = sum_j exp(s_ij - m_i)     acc_i = sum_j exp(s_ij - m_i) v_j
+    m_i = max_j s_ij     l_i = sum_j 2^(s_ij - m_i)     acc_i = sum_j 2^(s_ij - m_i) v_j
 
 and acc_i / l_i is the attention of row i. A block that raises the maximum from m to m' first
-scales l_i and acc_i by exp(m - m').
+scales l_i and acc_i by 2^(m - m'). GPUs have an instruction for powers of two, and one for the
+product and the difference in s_ij - m_i.
 Axes: `M` rows, `N` keys of a block, `D` head dimension.
 
 References:
   Dao et al., 2022, arXiv:2205.14135: FlashAttention, Algorithm 1.
 """
 
+import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -71,8 +74,9 @@ def update(
     queries: Queries,
     keys: jax.Array,
     values: jax.Array,
-    slot: jax.Array,
+    slot: jax.Array | None,
     spec: AttentionSpec,
+    exp2: Callable[[jax.Array], jax.Array],
 ) -> OnlineSoftmax:
     """Returns the state after one more block of keys.
 
@@ -81,16 +85,23 @@ def update(
       queries: the rows.
       keys: [N, D].
       values: [N, D], finite where a row does not attend to them.
-      slot: i32[N], of the keys; -1 for none.
+      slot: i32[N], of the keys; -1 for none. None: every row attends to every key.
       spec: scale, window and soft cap.
+      exp2: x -> 2^x, from `launch.make_exp2`.
     """
-    scores = dot(queries.rows, keys, (1, 1)) * spec.scale
+    scores, scale = dot(queries.rows, keys, (1, 1)), spec.scale
     if spec.softcap is not None:
-        scores = jnp.tanh(scores / spec.softcap) * spec.softcap
-    visible = is_visible(queries.position[:, None], slot[None], spec.window)
-    m_i = jnp.maximum(state.m_i, jnp.max(jnp.where(visible, scores, _MASKED), axis=1))
-    p = jnp.where(visible, jnp.exp(scores - m_i[:, None]), 0.0)
-    alpha = jnp.exp(state.m_i - m_i)
+        scores, scale = jnp.tanh(scores * (scale / spec.softcap)), spec.softcap
+    scale *= math.log2(math.e)
+    visible = None
+    if slot is not None:
+        visible = is_visible(queries.position[:, None], slot[None], spec.window)
+    highest = jnp.max(scores if visible is None else jnp.where(visible, scores, _MASKED), axis=1)
+    m_i = jnp.maximum(state.m_i, highest * scale)
+    p = exp2(scores * scale - m_i[:, None])
+    if visible is not None:
+        p = jnp.where(visible, p, 0.0)
+    alpha = exp2(state.m_i - m_i)
     return OnlineSoftmax(
         m_i,
         state.l_i * alpha[:, None] + p,

@@ -231,15 +231,15 @@ def row_mask(inside: jax.Array, dim: jax.Array, head_dim: int) -> jax.Array:
     return mask if dim.shape[0] == head_dim else mask & (dim < head_dim)[None]
 
 
-def load_rows(reference: Any, at: Any, dim: jax.Array, mask: jax.Array) -> jax.Array:
+def load_rows(reference: Any, at: Any, dim: jax.Array, mask: jax.Array | None) -> jax.Array:
     """Returns rows [N, dims] of a reference [..., D], 0 outside the mask.
 
     Args:
       reference: the source.
       at: its leading indices, scalars or i32[N].
       dim: i32[dims], indices into D.
-      mask: bool[N, dims].
+      mask: bool[N, dims] or [1, dims]; None loads all.
     """
     at = [x[:, None] if jnp.ndim(x) else x for x in at]
-    other = jnp.zeros((), reference.dtype)
+    other = None if mask is None else jnp.zeros((), reference.dtype)
     return plgpu.load(reference.at[(*at, dim[None])], mask=mask, other=other)

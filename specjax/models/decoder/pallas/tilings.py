@@ -50,8 +50,9 @@ _MULTIPROCESSOR_BYTES = 224 * 1024
 # The smallest side of a product that Triton multiplies.
 MIN_MMA = 16
 
-# Rows of a tile of queries for more than 16 tokens, or more than 64 queries of a key-value head.
-_LONG_ROWS = 128
+# Rows of a tile of queries for more than 16 tokens, and most queries of a key-value head. Two tiles
+# of 64 rows are resident at once, so that one multiplies while the other exponentiates.
+_LONG_ROWS, _MAX_LONG_ROWS = 64, 128
 
 # Most splits that a long request has, beyond an even share of the GPU, and most programs for them.
 # Programs without slots to read end at once, but each takes a microsecond to begin.
@@ -232,7 +233,7 @@ def attention_tiling(
     """Returns the tiling of attention to a cache; None if a program's shared memory is too small.
 
     At most 16 tokens with at most 64 queries of a key-value head are one tile. More are tiles of
-    128 rows, or 64 where shared memory is small; no head may have more queries. For them `config`
+    64 rows, or 128 where a head has more queries; none may have more than those. For them `config`
     sets at most the number of splits, and the last program combines.
 
     Args:
@@ -251,21 +252,16 @@ def attention_tiling(
         num_rows = num_query_rows(num_tokens, num_padded_tokens, queries_per_kv, is_fused)
         tokens_per_tile = num_padded_tokens
     else:
-        # 64 rows where the keys and values next to 128 would not fit.
-        fitting = (
-            n
-            for n in (_LONG_ROWS, _LONG_ROWS // 2)
-            if num_attention_stages(n, head_dim, itemsize, shared_memory_bytes)
-        )
-        is_fused, num_rows = False, next(fitting, 0)
-        if num_rows < queries_per_kv:
+        is_fused, num_rows = False, max(_LONG_ROWS, next_power_of_2(queries_per_kv))
+        if num_rows > _MAX_LONG_ROWS:
             return None
         tokens_per_tile = num_rows // queries_per_kv
     num_tiles = -(-num_padded_tokens // tokens_per_tile)
     wanted = num_kv_splits(batch * num_kv_heads * num_tiles, num_slots)
     even_splits = num_splits = _default(config.num_kv_splits, wanted)
-    # A program that reads a whole cache has the blocks to fill a fourth stage.
-    max_stages = 4 if is_one_tile and even_splits == 1 else 3
+    # A program that reads a whole cache has the blocks to fill a fourth stage. With 64 rows two
+    # programs are faster than a stage: three stages leave a multiprocessor room for both.
+    max_stages = 4 if num_rows < _LONG_ROWS and even_splits == 1 else 3
     num_stages = num_attention_stages(num_rows, head_dim, itemsize, shared_memory_bytes, max_stages)
     if num_stages == 0:
         return None

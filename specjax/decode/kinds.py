@@ -1,0 +1,70 @@
+"""The kind of a pytree: what decides which compiled program takes it.
+
+A model has hundreds of leaves, and Python takes a millisecond to look at them. So the kind of a
+`Model` or `Drafter` is found once per object.
+"""
+
+import dataclasses
+import functools
+import weakref
+from typing import Any
+
+import jax
+
+from specjax.decode.drafters import Drafter
+from specjax.types import Model
+
+__all__ = ["Kind", "kind_of", "kind_of_model"]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Kind:
+    """Structure and leaves of a pytree. Equal ones are one object, of the 64 that were used last.
+
+    Attributes:
+      structure: the pytree's.
+      types: shape, dtype and weak type of each leaf.
+      is_placed: whether an array was put on chosen devices, or is traced by an outer program.
+    """
+
+    structure: Any
+    types: tuple[tuple[Any, Any, bool], ...]
+    is_placed: bool
+
+    def shapes(self) -> Any:
+        """Returns the pytree with a `jax.ShapeDtypeStruct` for each leaf."""
+        leaves = (
+            jax.ShapeDtypeStruct(shape, dtype, weak_type=is_weak)
+            for shape, dtype, is_weak in self.types
+        )
+        return jax.tree.unflatten(self.structure, leaves)
+
+
+def kind_of(tree: Any) -> Kind:
+    """Returns the kind of a pytree of arrays and numbers."""
+    leaves, structure = jax.tree.flatten(tree)
+    types = tuple(
+        (x.shape, x.dtype, getattr(x, "weak_type", False))
+        if hasattr(x, "dtype")
+        else ((), jax.dtypes.canonicalize_dtype(type(x)), True)
+        for x in leaves
+    )
+    arrays = [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
+    is_placed = any(isinstance(array, jax.core.Tracer) or array.committed for array in arrays)
+    return _kind(structure, types, is_placed)
+
+
+def kind_of_model(model: Model | Drafter | None) -> Kind | None:
+    """Returns the kind of a model or drafter; None of none."""
+    if model is None:
+        return None
+    known = _KINDS.get(id(model))
+    if known is None or known[0]() is not model:
+        key = id(model)
+        reference = weakref.ref(model, lambda _: _KINDS.pop(key, None))
+        known = _KINDS[key] = (reference, kind_of(model))
+    return known[1]
+
+
+_kind = functools.lru_cache(maxsize=64)(Kind)
+_KINDS: dict[int, tuple[weakref.ref[Any], Kind]] = {}
