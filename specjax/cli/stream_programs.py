@@ -27,7 +27,7 @@ from specjax.decode.drafters import Drafter, Models
 from specjax.decode.options import StaticOptions, StepOptions
 from specjax.decode.prefill import begin_prefill, read_prompt_chunk
 from specjax.decode.state import DecodeState, RequestBatch
-from specjax.decode.step import commit_rows, compute_rows
+from specjax.decode.step import compute_rows, verify_and_commit
 from specjax.decode.target_step import TargetRows, gather_row
 from specjax.types import Model
 
@@ -49,7 +49,7 @@ def _commit_rows(
       The state without a draft, where `num_tokens` is the budget of each request, and the hidden
       states [B, D] that decided the last tokens.
     """
-    after, info = commit_rows(drafter, state, rows, options)
+    after, info = verify_and_commit(drafter, state, rows, options)
     num_tokens = draft_budget(drafter, after, options.config)
     after = after._replace(draft=after.draft.replace(num_tokens=num_tokens))
     return after, gather_row(rows.hidden, info.verification.num_accepted)

@@ -1,18 +1,18 @@
 """One step of decoding, compiled: compute rows, verify, commit, extend, draft.
 
-    compute rows    last token, pending draft -> the target's logits, K + 1 rows
-    verify          rows, draft               -> emitted tokens
-    commit          emitted tokens            -> buffers of the request
-    extend          committed tokens          -> the drafter's state, if it reads features
-    draft           drafter's state           -> the next pending draft
+    compute_rows      last token, pending draft -> `TargetRows`: K + 1 logits rows of each request
+    verify_pending    logits rows, draft        -> emitted tokens
+    commit_emitted    emitted tokens            -> the state's buffers
+    extend_drafter    committed tokens          -> the drafter's state, if it reads features
+    draft_next        the drafter's state       -> the next pending draft, by `draft_step`
 
-Row 0 holds the logits after the last committed token, row i those after the i-th drafted token.
+`run_step` calls all five. "Rows" are logits rows throughout: row 0 holds the logits after the last
+committed token, row i those after the i-th drafted token. Without a drafter K = 0: plain decoding.
 
-In a request's first step nothing is drafted, so that there is row 0 alone: the logits after the
-prompt's last token. The step feeds that token, unless the prefill has read it already
-(`run_first_step`). Without a drafter K = 0: plain decoding. The state is one pytree. The models'
-parameters are traced arguments, not constants of the program. A host can compile each part by
-itself.
+A request's first step has no draft and uses row 0 alone, the logits after the prompt's last token:
+
+    generate    prefill reads all but the last token; `run_step` feeds it as any last token
+    init        prefill reads the last token, too; `run_first_step` takes over its hidden state
 
 The callers have checked the arguments. `target_step` checks what the target returns, and
 `draft_step` what the drafter returns.
@@ -52,11 +52,11 @@ from specjax.types import Draft
 
 __all__ = [
     "commit_emitted",
-    "commit_rows",
     "compute_rows",
     "extend_drafter",
     "run_first_step",
     "run_step",
+    "verify_and_commit",
     "verify_pending",
 ]
 
@@ -67,14 +67,15 @@ def run_step(
 ) -> tuple[DecodeState, StepInfo]:
     """Computes rows, verifies, commits, extends and drafts; returns the next state and the info.
 
+    The parameters in `models` are traced arguments, not constants of the program.
+
     Args:
       models: the target, and a drafter or None.
-      state: as in `step`.
-      options: of the step.
+      state: from `prefill.run_prefill`, `run_first_step` or this function.
+      options: checked options, compiled in.
     """
-    # The state after the target has run: its cache already holds the tokens that were fed.
-    scored, rows = compute_rows(models, state, options)
-    state, info = commit_rows(models.drafter, scored, rows, options)
+    state, rows = compute_rows(models, state, options)
+    state, info = verify_and_commit(models.drafter, state, rows, options)
     return draft_next(models.drafter, state, rows, info, options), info
 
 
@@ -87,87 +88,90 @@ def run_first_step(
 ) -> DecodeState:
     """Returns the state with the first generated token of each request, and drafts after it.
 
-    The target is not run: `run_prefill` has done it, and its caches are returned as they are.
+    The target is not run: `run_prefill` has fed it the last tokens of the prompts.
 
     Args:
       models: as in `run_step`.
-      prefilled: from `prefill.run_prefill` with `reads_last`: the state, and the hidden states and
-        features of the last tokens.
-      options: of the step.
+      prefilled: from `prefill.run_prefill` with `reads_last`: the state, and a pair of the last
+        tokens' hidden states [B, 1, D] and features [B, 1, A * D] or None.
+      options: as in `run_step`.
     """
     state, outputs = prefilled
     rows = score_hidden(models.target, state, options.implementation, *outputs)
-    state, info = commit_rows(models.drafter, state, rows, options)
+    state, info = verify_and_commit(models.drafter, state, rows, options)
     return draft_next(models.drafter, state, rows, info, options)
 
 
-def commit_rows(
+def verify_and_commit(
     drafter: Drafter | None, state: DecodeState, rows: TargetRows, options: StepOptions
 ) -> tuple[DecodeState, StepInfo]:
     """Verifies the pending drafts, commits what is emitted, and lets the drafter read it.
 
     Args:
-      drafter: as in `run_step`.
-      state: from `compute_rows`, or after a prompt.
-      rows: of the last token and the draft; of the last token alone no draft is verified.
-      options: of the step.
+      drafter: a drafter or None.
+      state: from `compute_rows`; in a first step, from the prefill.
+      rows: K + 1 rows from `compute_rows`, or row 0 alone in a first step.
+      options: as in `run_step`.
 
     Returns:
       The state, whose draft is still the one just verified, and the info of the step.
     """
-    pending = state.draft
+    verified_draft = state.draft
     if rows.hidden.shape[1] < count_rows(state):
-        none = Draft(pending.token_ids[:, :0], num_tokens=pending.num_tokens)
-        state = state._replace(draft=none)
+        # A first step: row 0 alone verifies a draft of width 0.
+        no_draft = Draft(verified_draft.token_ids[:, :0], num_tokens=verified_draft.num_tokens)
+        state = state._replace(draft=no_draft)
     info = verify_pending(state, rows, options)
-    after = commit_emitted(state, rows, info)
-    return extend_drafter(drafter, state, after, rows)._replace(draft=pending), info
+    committed = commit_emitted(state, rows, info)
+    extended = extend_drafter(drafter, state, committed, rows)
+    return extended._replace(draft=verified_draft), info
 
 
 def compute_rows(
     models: Models, state: DecodeState, options: StepOptions
 ) -> tuple[DecodeState, TargetRows]:
-    """Returns the state with the target's cache after the step's tokens, and their rows.
+    """Returns the state with the target's cache after the tokens fed, and their K + 1 rows.
 
-    The target is fed the last committed token and the pending draft. The draft is then discarded
-    if the drafter, with this config, draws drafts of another structure: for instance without q. In
-    that case only row 0 is used.
+    The target is fed the last committed token and the pending draft.
+
+    The draft is then discarded if a call of `step` changed the method, so that drafts now have
+    other fields: for instance no q. In that case only row 0 is used.
 
     Args:
       models: as in `run_step`.
       state: as in `run_step`.
-      options: of the step.
+      options: as in `run_step`.
     """
     target, drafter = models
 
     def score(k: int, cache: Any) -> tuple[Any, TargetRows]:
-        input_ids, positions = (fed[:, : k + 1] for fed in step_inputs(state))
+        """Returns the cache and the rows [B, k + 1, ...] of drafts of at most k tokens."""
+        input_ids, positions = (x[:, : k + 1] for x in step_inputs(state))
         hidden, features, cache = apply_model(target, input_ids, positions, cache, models.taps)
         return cache, score_hidden(target, state, options.implementation, hidden, features)
 
-    # One branch is compiled for each size. The smallest that holds the batch's longest draft runs,
-    # and its rows are padded to K + 1.
+    # Where K is adaptive, `score` is compiled for several k. The smallest that holds the batch's
+    # longest draft runs, and its rows are padded with zeros to K + 1.
     cache, rows = run_smallest_k(state, score, state.target_cache, options.row_buckets)
     state = state._replace(target_cache=cache)
-    # The state of any row serves: its shape tells which drafts the drafter draws.
+    # Of the hidden states [B, D], only the shape and the dtype are read.
     return discard_incompatible_draft(drafter, state, rows.hidden[:, 0], options), rows
 
 
 def verify_pending(state: DecodeState, rows: TargetRows, options: StepOptions) -> StepInfo:
-    """Verifies the pending drafts against the target's rows.
+    """Returns the verification of the pending drafts by the target's rows.
 
     Args:
-      state: from `compute_rows`; the target's cache is not read.
-      rows: from `compute_rows`.
-      options: of the step.
+      state: as in `verify_and_commit`, with a draft of K tokens for K + 1 rows.
+      rows: as in `verify_and_commit`.
+      options: as in `run_step`.
     """
-    # `options` are static: `config` is the part that a user chose, and `call` (`CallOptions`) what
-    # the verifier is compiled for. `settings` are the requests' arrays, synthetic rates among them:
-    # other values do not recompile.
     config, settings, draft = options.config, state.settings, state.draft
     resolved = resolve_implementation(options.implementation)
     k = count_rows(state) - 1
     rule = static_rule(config.verification_rule(settings.conditional_rates))
+    # What the verifier is compiled for. The arrays in `inputs`, synthetic rates among them, are
+    # data: other values do not recompile.
     call = CallOptions(config.noise_dtype, resolved, k, rule)
     if rule == COUPLED:
         # Coupling compares drafted tokens with the target's own draws, and reads no probabilities.
@@ -181,7 +185,7 @@ def verify_pending(state: DecodeState, rows: TargetRows, options: StepOptions) -
         temperature=settings.temperature,
         conditional_rates=settings.conditional_rates if k else None,
     )
-    # With a placement, the rows lie over the devices of a mesh.
+    # A model with a placement has its rows over the devices of a mesh.
     if rows.placement is None:
         verification = verify_draft(inputs, options=call)
     else:
@@ -190,11 +194,14 @@ def verify_pending(state: DecodeState, rows: TargetRows, options: StepOptions) -
 
 
 def commit_emitted(state: DecodeState, rows: TargetRows, info: StepInfo) -> DecodeState:
-    """Returns the state with the tokens that a step emitted, and with their counts.
+    """Returns the state with a step's emitted tokens committed, up to the end of each text.
+
+    Everything that the state keeps of committed tokens grows with them: log-probabilities, origins,
+    counts for penalties, the grammar's state, metrics and the history of drafts.
 
     Args:
-      state: from `compute_rows`, which has committed nothing.
-      rows: from `compute_rows`.
+      state: as in `verify_pending`.
+      rows: as in `verify_pending`, for listed log-probabilities.
       info: from `verify_pending`.
     """
     verification, num_drafted = info.verification, info.num_drafted
@@ -203,7 +210,7 @@ def commit_emitted(state: DecodeState, rows: TargetRows, info: StepInfo) -> Deco
         state.token_ids, state.lengths, verification, settings.eos_token_ids, settings.max_lengths
     )
     num_committed = lengths - state.lengths
-    # 0 is a request that goes on; one that has ended keeps its first reason.
+    # 0 is a request that goes on. One that ended in an earlier step keeps its reason.
     finish = jnp.where(state.finish == 0, finish, state.finish)
     counts, grammar_state = state.counts, state.grammar_state
     if counts is not None:
@@ -211,8 +218,7 @@ def commit_emitted(state: DecodeState, rows: TargetRows, info: StepInfo) -> Deco
     if grammar_state is not None:
         assert settings.sampling is not None
         grammar_state = advance(settings.sampling.grammar, grammar_state, emitted, num_committed)
-    # The token after the prompt is no step of speculation: nothing could be drafted. Metrics count
-    # -1 as an inactive request, which adds nothing.
+    # Metrics leave out the first step of a request, which has no draft: -1 is an inactive request.
     is_first = state.lengths == settings.prompt_lengths
     metrics = update_metrics(
         state.metrics,
@@ -223,7 +229,7 @@ def commit_emitted(state: DecodeState, rows: TargetRows, info: StepInfo) -> Deco
     )
 
     def append_each(buffers: Any, values: Any) -> Any:
-        """Appends to every array of a pytree, which may be None."""
+        """Appends [B, K + 1, ...] to the buffers [B, S, ...] of a pytree, which may be None."""
         return jax.tree.map(
             lambda x, y: append(x, state.lengths, num_committed, y), buffers, values
         )
@@ -247,8 +253,8 @@ def _origins(info: StepInfo) -> jax.Array:
     """Returns the `Origin` of each emitted token, i8[B, K + 1]."""
     num_accepted = info.verification.num_accepted[:, None]
     index = jnp.arange(info.verification.token_ids.shape[1], dtype=jnp.int32)[None]
-    # The last emitted token follows accepted ones: the bonus token after a whole draft, or the one
-    # recovered in place of the rejected token.
+    # Emitted are the accepted tokens and one more: the bonus token if the whole draft was accepted,
+    # else the token recovered in place of the rejected one. Later columns are not committed.
     all_accepted = num_accepted == info.num_drafted[:, None]
     last = jnp.where(all_accepted, Origin.BONUS, Origin.RECOVERED)
     return jnp.where(index < num_accepted, Origin.ACCEPTED, last).astype(jnp.int8)
@@ -257,7 +263,16 @@ def _origins(info: StepInfo) -> jax.Array:
 def _list_logprobs(
     state: DecodeState, rows: TargetRows, token_ids: jax.Array
 ) -> TopLogprobs | None:
-    """Returns the log-probabilities to list of the emitted tokens and of the likeliest, or None."""
+    """Returns the log-probabilities of the likeliest and the emitted tokens; None if not listed.
+
+    Args:
+      state: as in `commit_emitted`.
+      rows: as in `commit_emitted`.
+      token_ids: i32[B, K + 1], the emitted tokens.
+
+    Returns:
+      `TopLogprobs` [B, K + 1, ...].
+    """
     listing, temperature = state.settings.logprobs, state.settings.temperature
     if listing is None:
         return None
@@ -276,29 +291,29 @@ def _list_logprobs(
 
 
 def extend_drafter(
-    drafter: Drafter | None, scored: DecodeState, state: DecodeState, rows: TargetRows
+    drafter: Drafter | None, state: DecodeState, committed: DecodeState, rows: TargetRows
 ) -> DecodeState:
-    """Returns the decode state, in which a drafter of features has read the committed tokens.
+    """Returns the committed state, in which a drafter of features has read the target's inputs.
 
     Features are the target's hidden states, of its last layer or of the layers that the drafter
-    taps. A drafter that reads none reads the tokens when it drafts.
+    taps. A drafter without features reads the committed tokens later, in `draft_next`.
 
     Args:
-      drafter: as in `run_step`.
-      scored: from `compute_rows`.
-      state: from `commit_emitted`.
-      rows: from `compute_rows`, with the features of the tokens that were fed.
+      drafter: a drafter or None.
+      state: before the commit, as in `commit_emitted`.
+      committed: from `commit_emitted`.
+      rows: as in `verify_and_commit`, with the features of the tokens fed.
     """
     if drafter is None or not drafter.reads_features:
-        return state
-    input_ids, positions = step_inputs(scored)
-    num_committed = state.lengths - scored.lengths
-    index = jnp.arange(count_rows(scored), dtype=jnp.int32)[None]
-    # The target was fed the token before the draft, and the draft. A step that accepts n drafted
-    # tokens commits n + 1, and the first n + 1 fed ones are read: position -1 is no token.
+        return committed
+    input_ids, positions = step_inputs(state)
+    num_committed = committed.lengths - state.lengths
+    index = jnp.arange(count_rows(state), dtype=jnp.int32)[None]
+    # The target was fed the last token and the draft. A step that accepts n drafted tokens commits
+    # n + 1, and the drafter reads the first n + 1 tokens fed. Position -1 is no token.
     positions = jnp.where(index < num_committed[:, None], positions, -1)
     features = rows.features if drafter.taps else rows.hidden
     drafter_state = drafter.extend(
-        drafter.params, state.drafter_state, input_ids, positions, features
+        drafter.params, committed.drafter_state, input_ids, positions, features
     )
-    return state._replace(drafter_state=drafter_state)
+    return committed._replace(drafter_state=drafter_state)
