@@ -52,7 +52,7 @@ TAKERS = (
     "release",
     "resume",
     "prefill_chunk",
-    "put_row",
+    "put_caches",
     "prefill_batch",
 )
 # Reasons of a request whose text ends where the fault was.
@@ -144,7 +144,9 @@ def make_models() -> tuple[Any, Any]:
 
 def make_engine(num_slots: int, faults: Faults) -> specjax.Engine:
     """An engine whose requests choose K by their past; its short prompts are read together."""
-    with mock.patch.multiple("specjax.engine.programs", _MIN_CHUNK=1, _MIN_ROW=LENGTH // 2):
+    with mock.patch.multiple(
+        "specjax.engine.programs", _MIN_CHUNK=1, _MIN_CACHE_LENGTH=LENGTH // 2
+    ):
         engine = specjax.Engine(
             *make_models(),
             num_slots=num_slots,

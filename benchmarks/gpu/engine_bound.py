@@ -58,9 +58,9 @@ def measure_times(engine: specjax.Engine, lengths: list[list[int]], runs: int) -
     size = programs.chunk_size
     chunk_ms = {}
     ids = np.zeros((1, size), np.int32)
-    for length in programs.row_lengths:
+    for length in programs.cache_lengths:
         positions = np.arange(length - size, length, dtype=np.int32)[None]
-        row = programs.prefill_chunk(programs.new_row(max_length=length), ids, positions)
+        row = programs.prefill_chunk(programs.new_caches(max_length=length), ids, positions)
         jax.block_until_ready(row)
         start = time.perf_counter()
         for _ in range(runs):

@@ -1,8 +1,10 @@
 """The compiled programs of an engine: bound to its models, measured in bytes, and warmed up.
 
-    make_programs -> explain_slots_out_of_memory -> warm_up -> a state of empty slots
+    make_programs -> `Programs`: functions of `slots`, sizes, and the batch of prompts or None
+    warm_up       -> empty slots, after each program was compiled, if the device has room
 
-`Programs` lists them. A row is the models' state of one prompt, and a batch holds rows of several.
+The constructor of `Engine` calls both. "Caches" are those of a prompt that is being read, by itself
+or in a batch of several; see `slots.PromptCaches`.
 """
 
 import contextlib
@@ -20,7 +22,7 @@ from specjax.decode.options import StepOptions
 from specjax.decode.state import DecodeState, Settings
 from specjax.decode.target_step import vocabulary_size
 from specjax.engine import slots
-from specjax.engine.slots import PromptRow, RequestSettings, StepOutput
+from specjax.engine.slots import PromptCaches, RequestSettings, StepOutput
 from specjax.types import Model
 
 __all__ = [
@@ -30,31 +32,31 @@ __all__ = [
     "empty_chunk",
     "explain_slots_out_of_memory",
     "make_programs",
-    "row_lengths",
+    "cache_lengths",
     "warm_up",
 ]
 
-# Fewest tokens to which rows are halved. In shorter rows, attention would save a chunk little time.
-_MIN_ROW = 512
-# Prompts that are read before a slot is empty, without a batch. Each takes a slot's memory.
+# Fewest tokens of halved caches. In shorter ones, attention would save a chunk little time.
+_MIN_CACHE_LENGTH = 512
+# Prompts that are read before a slot is empty, without a batch. Each takes the memory of a slot.
 _PREFILL_AHEAD = 2
-# Most prompts that a CPU reads together, and the least `chunk_size` for that. With shorter chunks,
-# or in bfloat16, a batch rounds otherwise than a prompt alone.
+# Most prompts in a batch on a CPU, and the least `chunk_size` for that. With shorter chunks, or in
+# bfloat16, a batch rounds otherwise than a prompt alone.
 _MAX_PROMPTS, _MIN_CHUNK = 16, 64
-# Most prompts that are read as pieces, and tokens of a piece: one tile of the decoder's attention.
+# Most prompts in a batch on a GPU, and tokens of a piece: one tile of the decoder's attention.
 _MAX_PACKED_PROMPTS, _PIECE_SIZE = 8, 16
 
 
 class BatchShape(NamedTuple):
-    """Sizes of the batch in which prompts are read together.
+    """Sizes of the batch in which prompts are read together, a piece at a time.
 
     Attributes:
-      num_rows: N, prompts in the batch.
-      piece_size: tokens of a prompt in one row of the program's tokens.
+      num_prompts: N, prompts in the batch.
+      piece_size: most tokens of a piece: successive tokens of one prompt.
       num_pieces: P, pieces of any of the prompts that the program reads; 0 is one of each prompt.
     """
 
-    num_rows: int
+    num_prompts: int
     piece_size: int
     num_pieces: int = 0
 
@@ -63,21 +65,21 @@ class Programs(NamedTuple):
     """The functions of `specjax.engine.slots`, bound to an engine's models and options.
 
     Attributes:
-      new_row: `(*, max_length, size=1) -> PromptRow`, of a prompt or of `size` prompts.
-      grow_row: `(row, *, max_length) -> PromptRow` of a greater length.
-      row_lengths: the lengths that a prompt's row grows through; the last is S. A chunk attends
-        to all of its row.
+      new_caches: `(*, max_length, size=1) -> caches`, of a prompt or of a batch of `size`.
+      grow_caches: `(caches, *, max_length) -> caches` of a greater length.
+      cache_lengths: the lengths that a prompt's caches grow through; the last is S. Growth saves
+        time, because a chunk attends to the whole length.
       chunk_size: C, tokens of a prompt that are read at once.
-      prefill_chunk: `(row, token_ids[1, C], positions[1, C]) -> PromptRow`.
-      new_target_row: `(*, max_length) -> PromptRow` without a drafter's state.
-      batch: sizes of the batch of prompts, whose rows have the shortest length; None if each
+      prefill_chunk: `(caches, token_ids[1, C], positions[1, C]) -> caches`.
+      new_target_caches: `(*, max_length) -> caches` without a drafter's state.
+      batch: sizes of the batch of prompts, whose caches have the shortest length; None if each
         prompt is read by itself.
-      put_row: `(rows, row, index) -> rows` with the row of one prompt among N.
-      prefill_batch: `(rows, token_ids[N, piece_size], positions) -> rows`; for pieces
-        `(rows, token_ids[P, piece_size], positions, row_of_piece[P]) -> rows`.
-      take_row: `(rows, index) -> PromptRow` of one prompt.
-      admit: `(slots, row, slot, prompt[1, S], request) -> slots`, with a row of any of the lengths.
-        With one more argument, the place of a row, it takes all rows of the batch instead.
+      put_caches: `(batch_caches, caches, place) -> batch_caches`, with one prompt in a place.
+      prefill_batch: `(batch_caches, token_ids[N, piece_size], positions) -> batch_caches`; for
+        pieces `(batch_caches, token_ids[P, piece_size], positions, places[P]) -> batch_caches`.
+      take_caches: `(batch_caches, place) -> caches` of one prompt.
+      admit: `(slots, caches, slot, prompt[1, S], request) -> slots`, with caches of any length. Or
+        `(slots, batch_caches, slot, prompt[1, S], request, place) -> slots`.
       step: `(slots, allowed) -> (slots, StepOutput)`.
       release: `(slots, is_released: bool[B]) -> slots`.
       park: `(slots, slot) -> DecodeState`, a batch of one.
@@ -88,16 +90,16 @@ class Programs(NamedTuple):
       vocab_size: V of the target's logits.
     """
 
-    new_row: Callable[..., PromptRow]
-    grow_row: Callable[..., PromptRow]
-    row_lengths: tuple[int, ...]
+    new_caches: Callable[..., PromptCaches]
+    grow_caches: Callable[..., PromptCaches]
+    cache_lengths: tuple[int, ...]
     chunk_size: int
-    prefill_chunk: Callable[..., PromptRow]
-    new_target_row: Callable[..., PromptRow]
+    prefill_chunk: Callable[..., PromptCaches]
+    new_target_caches: Callable[..., PromptCaches]
     batch: BatchShape | None
-    put_row: Callable[..., PromptRow]
-    prefill_batch: Callable[..., PromptRow]
-    take_row: Callable[..., PromptRow]
+    put_caches: Callable[..., PromptCaches]
+    prefill_batch: Callable[..., PromptCaches]
+    take_caches: Callable[..., PromptCaches]
     admit: Callable[..., DecodeState]
     step: Callable[..., tuple[DecodeState, StepOutput]]
     release: Callable[..., DecodeState]
@@ -110,19 +112,19 @@ class Programs(NamedTuple):
 
     @property
     def prefill_depth(self) -> int:
-        """Entries of the queue that are read before a slot is empty.
+        """First entries of the queue that may be read before a slot is empty.
 
-        With a batch, N of them are in it, and N / 2 more are read and wait for a slot. Prompts that
-        are read in pieces wait in the batch.
+        With a batch of one piece of each, N of them are in it, and N / 2 more wait for a slot.
+        Prompts that are read in pieces wait in the batch.
         """
         if self.batch is None:
             return _PREFILL_AHEAD
-        num_rows = self.batch.num_rows
-        return num_rows if self.batch.num_pieces else num_rows + num_rows // 2
+        num_prompts = self.batch.num_prompts
+        return num_prompts if self.batch.num_pieces else num_prompts + num_prompts // 2
 
     @property
     def prefills_in_advance(self) -> bool:
-        """Whether a second chunk is read between two steps while no slot is empty.
+        """Whether two chunks rather than one are read between two steps while no slot is empty.
 
         A chunk of pieces has several prompts, so that one is enough.
         """
@@ -130,19 +132,21 @@ class Programs(NamedTuple):
 
     @property
     def prefill_slots(self) -> float:
-        """Memory of prompts that are being read or wait for a slot, in slots."""
-        # 2.5 = two rows and, while one grows, the row of half its length that it replaces.
+        """Memory of prompts that are being read or wait for a slot, as a number of slots."""
+        # 2.5: the caches of two prompts and, while those of one grow, the half that they replace.
         if self.batch is None:
             return 2.5
-        num_rows = self.batch.num_rows
+        num_prompts = self.batch.num_prompts
         if not self.batch.num_pieces:
-            # Rows of prompts that are read and left the batch, and an empty one.
-            num_rows += self.prefill_depth - _PREFILL_AHEAD + 1
-        return 2.5 + num_rows * self.row_lengths[0] / self.row_lengths[-1]
+            # Those that are read and left the batch, and the caches of an empty prompt.
+            num_prompts += self.prefill_depth - _PREFILL_AHEAD + 1
+        return 2.5 + num_prompts * self.cache_lengths[0] / self.cache_lengths[-1]
 
     def of_target(self) -> "Programs":
-        """Returns programs whose rows hold the target's cache alone, in one length."""
-        return self._replace(new_row=self.new_target_row, row_lengths=self.row_lengths[-1:])
+        """Returns programs whose caches are the target's alone and have one length, S."""
+        return self._replace(
+            new_caches=self.new_target_caches, cache_lengths=self.cache_lengths[-1:]
+        )
 
 
 def make_programs(
@@ -152,7 +156,7 @@ def make_programs(
 
     Args:
       models: as in `Engine`.
-      settings: of B equal requests.
+      settings: of B equal requests, as `slots.empty_slots` takes them.
       max_length: S.
       chunk_size: C.
       options: as in `run_step`.
@@ -165,9 +169,9 @@ def make_programs(
     empty = functools.partial(
         slots.empty_slots, models, settings, max_length=max_length, options=options
     )
-    axes_of_row = slots.row_axes(models, max_length)
-    # It refuses outputs of a faulty target, before the state's shapes are made of them.
+    axes_of_caches = slots.cache_axes(models, max_length)
     num_slots, num_rows = settings.prompt_lengths.size, options.num_rows(models.drafter)
+    # First, because this refuses outputs of a faulty target. The state's shapes depend on them.
     vocab_size = vocabulary_size(models.target, num_slots, num_rows, max_length)
     shapes = slots.empty_slots.eval_shape(*empty.args, **empty.keywords)
     if shapes.draft.rows is not None:
@@ -175,30 +179,30 @@ def make_programs(
             "the drafter's drafts have rows, which say in which request's place logits lie; an "
             "engine moves requests between slots and needs drafts without."
         )
-    axes = slots.slot_axes(shapes, axes_of_row)
-    # The state of a whole-prompt drafter cannot be grown: use rows of full length.
-    drafts = shapes.drafter_state
-    is_whole = bool(jax.tree.leaves(drafts)) and not reads_chunks(drafts)
-    leaf_axes = tuple(jax.tree.leaves(axes_of_row))
-    new_row = functools.partial(slots.new_row, models)
+    axes = slots.slot_axes(shapes, axes_of_caches)
+    # The state of a whole-prompt drafter cannot be grown, so that its caches begin with length S.
+    drafter_state = shapes.drafter_state
+    is_whole = bool(jax.tree.leaves(drafter_state)) and not reads_chunks(drafter_state)
+    leaf_axes = tuple(jax.tree.leaves(axes_of_caches))
+    new_caches = functools.partial(slots.new_caches, models)
     prefill_chunk = functools.partial(slots.prefill_chunk, models)
     batch = _choose_pieces(models, num_slots, chunk_size)
     is_fixed = is_whole or batch is not None
-    lengths = (max_length,) if is_fixed else row_lengths(max_length, chunk_size)
-    batch = batch or _choose_batch(new_row, num_slots, lengths[0], chunk_size)
+    lengths = (max_length,) if is_fixed else cache_lengths(max_length, chunk_size)
+    batch = batch or _choose_batch(new_caches, num_slots, lengths[0], chunk_size)
     return Programs(
-        new_row=new_row,
-        grow_row=functools.partial(slots.grow_row, models),
-        row_lengths=lengths,
+        new_caches=new_caches,
+        grow_caches=functools.partial(slots.grow_caches, models),
+        cache_lengths=lengths,
         chunk_size=chunk_size,
         prefill_chunk=prefill_chunk,
-        new_target_row=functools.partial(slots.new_row, models._replace(drafter=None)),
+        new_target_caches=functools.partial(slots.new_caches, models._replace(drafter=None)),
         batch=batch,
-        put_row=functools.partial(slots.put, axes=leaf_axes),
+        put_caches=functools.partial(slots.put, axes=leaf_axes),
         prefill_batch=prefill_chunk,
-        take_row=functools.partial(slots.take, axes=leaf_axes),
+        take_caches=functools.partial(slots.take, axes=leaf_axes),
         admit=functools.partial(
-            slots.admit, models, axes=axes, row_axes=leaf_axes, options=options
+            slots.admit, models, axes=axes, cache_axes=leaf_axes, options=options
         ),
         step=functools.partial(slots.step_slots, models, options=options),
         release=slots.release,
@@ -233,32 +237,32 @@ def _choose_pieces(models: Models, num_slots: int, chunk_size: int) -> BatchShap
     A chunk then holds the next tokens of several prompts without padding. Its program has one
     shape, and a piece's bits do not depend on the others. So every prompt is read by it.
     """
-    num_rows = min(_MAX_PACKED_PROMPTS, num_slots // 4)
-    if num_rows < 2 or not models.reads_pieces or jax.default_backend() != "gpu":
+    num_prompts = min(_MAX_PACKED_PROMPTS, num_slots // 4)
+    if num_prompts < 2 or not models.reads_pieces or jax.default_backend() != "gpu":
         return None
-    return BatchShape(num_rows, _PIECE_SIZE, -(-chunk_size // _PIECE_SIZE))
+    return BatchShape(num_prompts, _PIECE_SIZE, -(-chunk_size // _PIECE_SIZE))
 
 
 def _choose_batch(
-    new_row: Callable[..., PromptRow], num_slots: int, row_length: int, chunk_size: int
+    new_caches: Callable[..., PromptCaches], num_slots: int, max_length: int, chunk_size: int
 ) -> BatchShape | None:
-    """Returns the batch whose prompts are read together, a piece of each; None off CPU.
+    """Returns the batch whose prompts are read together, a piece of each, on a CPU; or None.
 
     A CPU reads the weights from memory once for all prompts. A piece of a quarter chunk needs
     less padding than a whole chunk. It is longer where all pieces together would be less than two
     chunks. On a GPU, other prompts in a batch would change a prompt's last bits.
     """
-    size = min(_MAX_PROMPTS, num_slots // 4)
-    if size < 2 or chunk_size < _MIN_CHUNK or jax.default_backend() != "cpu":
+    num_prompts = min(_MAX_PROMPTS, num_slots // 4)
+    if num_prompts < 2 or chunk_size < _MIN_CHUNK or jax.default_backend() != "cpu":
         return None
-    row = jax.eval_shape(functools.partial(new_row, max_length=row_length))
-    if any(leaf.dtype == jnp.bfloat16 for leaf in jax.tree.leaves(row)):
+    caches = jax.eval_shape(functools.partial(new_caches, max_length=max_length))
+    if any(leaf.dtype == jnp.bfloat16 for leaf in jax.tree.leaves(caches)):
         return None
-    return BatchShape(size, max(-(-chunk_size // 4), -(-2 * chunk_size // size)))
+    return BatchShape(num_prompts, max(-(-chunk_size // 4), -(-2 * chunk_size // num_prompts)))
 
 
-def row_lengths(max_length: int, chunk_size: int) -> tuple[int, ...]:
-    """Returns the lengths of the rows that prompts are read into: S and its halves.
+def cache_lengths(max_length: int, chunk_size: int) -> tuple[int, ...]:
+    """Returns the lengths that the caches of a prompt grow through: S and its halves, rising.
 
     Each is one more copy of the models' layers to compile.
 
@@ -267,11 +271,11 @@ def row_lengths(max_length: int, chunk_size: int) -> tuple[int, ...]:
       chunk_size: C, the least length.
 
     Example:
-      >>> row_lengths(2500, 128), row_lengths(2500, 1024), row_lengths(1000, 128)
+      >>> cache_lengths(2500, 128), cache_lengths(2500, 1024), cache_lengths(1000, 128)
       ((625, 1250, 2500), (1250, 2500), (1000,))
     """
     lengths = [max_length]
-    while (half := -(-lengths[0] // 2)) >= max(_MIN_ROW, chunk_size):
+    while (half := -(-lengths[0] // 2)) >= max(_MIN_CACHE_LENGTH, chunk_size):
         lengths.insert(0, half)
     return tuple(lengths)
 
@@ -298,7 +302,7 @@ def explain_slots_out_of_memory(
     needed_bytes = int(slot_bytes * (programs.num_slots + prefill_slots))
     error = MemoryError(
         f"The device has no room for {programs.num_slots} slots: each takes "
-        f"{format_bytes(slot_bytes)} at max_length {programs.row_lengths[-1]}, and prompts that "
+        f"{format_bytes(slot_bytes)} at max_length {programs.cache_lengths[-1]}, and prompts that "
         f"are read {prefill_slots:.1f} more, {format_bytes(needed_bytes)} together. "
         "Fewer num_slots or a smaller max_length take less."
     )
@@ -327,25 +331,26 @@ def warm_up(
       programs: of an engine.
       target: as in `Engine`.
       request: settings of any request of two tokens.
-      allowed: masks that allow all tokens, if a host masks rows; else None.
+      allowed: from `engine.all_allowed_masks`.
 
     Raises:
       MemoryError: if the target's devices have no room for the slots.
     """
-    first, length = np.int32(0), programs.row_lengths[-1]
+    first, length = np.int32(0), programs.cache_lengths[-1]
     operands = first, np.zeros((1, length), np.int32), request
     with explain_slots_out_of_memory(devices_of(target), programs):
         state = programs.empty_slots()
         for _ in range(2):
-            for row, *place in _rows_of_each_length(programs):
-                state = programs.admit(state, row, *operands, *place)
+            for caches, *place in _caches_of_each_length(programs):
+                state = programs.admit(state, caches, *operands, *place)
             state, output = programs.step(state, allowed)
-            # No more than two rows at a time, as in a round of the scheduler.
-            row = programs.new_target_row(max_length=length)
-            row = programs.prefill_chunk(row, *empty_chunk(1, programs.chunk_size))
+            # Caches of no more than two prompts at a time, as in a round of the scheduler.
+            caches = programs.new_target_caches(max_length=length)
+            caches = programs.prefill_chunk(caches, *empty_chunk(1, programs.chunk_size))
             parked = programs.park(state, first)
             state = programs.resume(state, parked, first)
-            state = programs.resume(state, parked._replace(target_cache=row.target_cache), first)
+            read_again = parked._replace(target_cache=caches.target_cache)
+            state = programs.resume(state, read_again, first)
             state = programs.release(state, np.ones(programs.num_slots, bool))
             jax.device_get(output)
     return state
@@ -357,41 +362,44 @@ def empty_chunk(num_prompts: int, num_tokens: int) -> tuple[np.ndarray, np.ndarr
     return np.zeros(shape, np.int32), np.full(shape, -1, np.int32)
 
 
-def _rows_of_each_length(programs: Programs) -> Iterator[tuple[Any, ...]]:
-    """Yields rows of an empty prompt, by every program that makes one; or a batch and a place."""
-    row = programs.new_row(max_length=programs.row_lengths[0])
-    yield (row,)
+def _caches_of_each_length(programs: Programs) -> Iterator[tuple[Any, ...]]:
+    """Yields what `Programs.admit` is given: caches by each program that makes them, alone in a
+    tuple; or the caches of a batch, and a place.
+    """
+    caches = programs.new_caches(max_length=programs.cache_lengths[0])
+    yield (caches,)
     if programs.batch is not None and programs.batch.num_pieces:
-        # No prompt is read in a row of its own.
-        rows, place = _read_batch(programs, row), np.int32(0)
-        yield rows, place
-        yield (programs.take_row(rows, place),)
+        # Every prompt is read in the batch.
+        batch_caches, place = _read_batch(programs, caches), np.int32(0)
+        yield batch_caches, place
+        yield (programs.take_caches(batch_caches, place),)
         return
     nothing = empty_chunk(1, programs.chunk_size)
-    for i, length in enumerate(programs.row_lengths):
+    for i, length in enumerate(programs.cache_lengths):
         if i:
-            row = programs.grow_row(row, max_length=length)
-        # The second chunk's row is one that a program returned.
-        row = programs.prefill_chunk(programs.prefill_chunk(row, *nothing), *nothing)
+            caches = programs.grow_caches(caches, max_length=length)
+        # The second chunk takes caches that `prefill_chunk` returned.
+        caches = programs.prefill_chunk(programs.prefill_chunk(caches, *nothing), *nothing)
         if i == 0 and programs.batch is not None:
-            row = programs.take_row(_read_batch(programs, row), np.int32(0))
-            yield (row,)
-            row = programs.prefill_chunk(row, *nothing)
-        for longer in programs.row_lengths[i + 2 :]:
-            programs.grow_row(row, max_length=longer)
-        yield (row,)
+            caches = programs.take_caches(_read_batch(programs, caches), np.int32(0))
+            yield (caches,)
+            caches = programs.prefill_chunk(caches, *nothing)
+        # Lengths are rounded up from halves: the next may be too short for one more chunk.
+        for longer in programs.cache_lengths[i + 2 :]:
+            programs.grow_caches(caches, max_length=longer)
+        yield (caches,)
 
 
-def _read_batch(programs: Programs, row: PromptRow) -> PromptRow:
-    """Returns the rows of a batch with a row in its first place."""
+def _read_batch(programs: Programs, caches: PromptCaches) -> PromptCaches:
+    """Returns the caches of a batch by each program that makes them, a prompt's in place 0."""
     assert programs.batch is not None
-    (size, piece_size, num_pieces), first = programs.batch, np.int32(0)
-    rows = programs.new_row(max_length=programs.row_lengths[0], size=size)
+    (num_prompts, piece_size, num_pieces), first = programs.batch, np.int32(0)
+    batch = programs.new_caches(max_length=programs.cache_lengths[0], size=num_prompts)
     for _ in range(2):
         if num_pieces:
             pieces = (*empty_chunk(num_pieces, piece_size), np.zeros(num_pieces, np.int32))
-            rows = programs.prefill_batch(rows, *pieces)
+            batch = programs.prefill_batch(batch, *pieces)
         else:
-            rows = programs.put_row(rows, row, first)
-            rows = programs.prefill_batch(rows, *empty_chunk(size, piece_size))
-    return rows
+            batch = programs.put_caches(batch, caches, first)
+            batch = programs.prefill_batch(batch, *empty_chunk(num_prompts, piece_size))
+    return batch

@@ -1,18 +1,18 @@
 """Requests that wait for slots: the queue and its entries.
 
     WaitingQueue      entries, first come, first served
-    QueueEntry        requests that wait, and the row that their tokens are read into:
+    QueueEntry        requests that wait, and the caches that their tokens are read into
       PromptGroup       requests of one prompt, which is read once for all of them
-      ParkedRequest     a request that was preempted
+      ParkedRequest     a request that was preempted, with its state
+
+The scheduler reads the first entries chunk by chunk, and then puts their requests into slots:
+
+    put -> read_chunk, or `PrefillBatch.read`, until is_read -> admit and pop, for each request
 
     slot       one of the B places of the compiled step
-    row        the caches of one prompt, while the models read it
-    place      one of the N rows of a `prefill_batch.PrefillBatch`
-    read       prefilled: a program has put the tokens into the row's caches
-    program    a compiled function of `Programs`
-
-An entry is read chunk by chunk, if it has tokens to read. Then its requests go into slots. While a
-prompt has a place in the batch, its row is there, and the entry has no row of its own.
+    caches     what the models keep of the tokens that they have read: a `slots.PromptCaches`
+    read       prefilled: a program of `Programs` has put the tokens into the caches
+    place      index of a prompt among the N of a `PrefillBatch`, which holds its caches meanwhile
 """
 
 import abc
@@ -29,92 +29,95 @@ from specjax.decode.capacity import pad_prompt
 from specjax.decode.state import DecodeState
 from specjax.engine.programs import Programs, empty_chunk
 from specjax.engine.request import Request
-from specjax.engine.slots import PromptRow
+from specjax.engine.slots import PromptCaches
 from specjax.engine.submission import CheckedRequest
 
 __all__ = ["ParkedRequest", "PromptGroup", "QueueEntry", "WaitingQueue"]
 
 
 class QueueEntry(abc.ABC):
-    """Requests that wait for slots, and the row that their tokens are read into.
+    """Requests that wait for slots, and the caches that their tokens are read into.
 
     Args:
-      requests: the requests.
+      requests: at least one.
 
     Attributes:
       waiting: the requests without a slot.
-      row: the models' state of the tokens read so far; None before, and while a batch holds it.
-      place: index of its row in the `PrefillBatch`, i32; None while the row is its own, or absent.
-      num_read: how many tokens programs have read. The padding of a last chunk counts, that of a
-        last piece does not.
+      caches: of the tokens read so far; None before the first chunk, and while it has a place.
+      place: i32, of its caches in the `PrefillBatch`; None if it has none there.
+      num_read: how many tokens were read. A last chunk counts whole, so that this may be more
+        than there are.
     """
 
     def __init__(self, requests: Iterable[Request]) -> None:
         self.waiting = deque(requests)
-        self.row: PromptRow | None = None
+        self.caches: PromptCaches | None = None
         self.place: np.integer | None = None
         self.num_read = 0
-        # Tokens that the row has room for, one of `Programs.row_lengths`; 0 before the row is made.
-        self._row_length = 0
+        # Tokens that `caches` have room for, one of `Programs.cache_lengths`.
+        self._max_length = 0
 
     @property
     @abc.abstractmethod
     def token_ids(self) -> np.ndarray:
-        """All tokens of the entry, i32[L]."""
+        """The text so far, i32[L], to read up to its last token; empty if nothing is to be read."""
 
     @property
     def unread(self) -> np.ndarray:
-        """Tokens that are left to read: all but the last, which the first step feeds."""
+        """Tokens still to read; never the last of all, which the request's next step feeds."""
         return self.token_ids[self.num_read : -1]
 
     def is_read(self) -> bool:
-        """Returns whether the entry has a row, its own or a place, with all tokens but the last."""
-        return (self.row is not None or self.place is not None) and not self.unread.size
+        """Returns whether its requests may go into slots: the caches hold all tokens needed."""
+        return (self.caches is not None or self.place is not None) and not self.unread.size
 
     def next_chunk(self, size: int) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the next tokens and their positions, two i32[1, size], padded with 0 and -1."""
+        """Returns the next unread tokens and their positions, two i32[1, size].
+
+        Both are padded, tokens with 0 and positions with -1.
+        """
         chunk = self.unread[:size]
         token_ids, positions = empty_chunk(1, size)
         token_ids[0, : chunk.size] = chunk
         positions[0, : chunk.size] = self.num_read + np.arange(chunk.size)
         return token_ids, positions
 
-    def read_chunk(self, programs: Programs) -> bool:
-        """Reads the next tokens into the row; returns whether a token was unread.
+    def read_chunk(self, programs: Programs) -> int:
+        """Reads the next chunk into the entry's own caches; returns how many chunks: 1, or 0.
 
-        The row is made, or grown, in any case: a prompt of one token needs a row, too.
+        A prompt of one token has nothing to read, but needs empty caches for its slot.
         """
-        self._grow_row(programs)
+        self._grow_caches(programs)
         if not self.unread.size:
-            return False
-        self.row = programs.prefill_chunk(self.row, *self.next_chunk(programs.chunk_size))
+            return 0
+        self.caches = programs.prefill_chunk(self.caches, *self.next_chunk(programs.chunk_size))
         self.num_read += programs.chunk_size
-        return True
+        return 1
 
-    def _grow_row(self, programs: Programs) -> None:
-        """Makes or grows the row to the shortest of `row_lengths` that holds the next chunk."""
+    def _grow_caches(self, programs: Programs) -> None:
+        """Makes or grows the caches to the shortest of `cache_lengths` that holds the chunk."""
         num_tokens = min(self.num_read + programs.chunk_size, self.token_ids.size - 1)
-        length = next(length for length in programs.row_lengths if length >= num_tokens)
-        if self.row is None:
-            self.attach_row(programs.new_row(max_length=length), length)
-        elif self._row_length < length:
-            self.attach_row(programs.grow_row(self.row, max_length=length), length)
+        length = next(length for length in programs.cache_lengths if length >= num_tokens)
+        if self.caches is None:
+            self.attach_caches(programs.new_caches(max_length=length), length)
+        elif self._max_length < length:
+            self.attach_caches(programs.grow_caches(self.caches, max_length=length), length)
 
-    def attach_row(self, row: PromptRow, length: int) -> None:
-        """Sets the row, which has room for `length` tokens."""
-        self.row, self._row_length, self.place = row, length, None
+    def attach_caches(self, caches: PromptCaches, max_length: int) -> None:
+        """Sets the entry's own caches, which have room for `max_length` tokens."""
+        self.caches, self._max_length, self.place = caches, max_length, None
 
     @abc.abstractmethod
     def admit(self, programs: Programs, slots: DecodeState, slot: int) -> DecodeState:
         """Returns the slots with the first waiting request in one of them.
 
-        The request still waits: `WaitingQueue.pop` takes it out of the queue.
+        Only `PrefillBatch.admit` calls it. The request still waits, until `WaitingQueue.pop`.
         """
 
     @property
     def arrays(self) -> object:
         """The entry's device arrays, a pytree; the engine deletes them when it closes."""
-        return self.row
+        return self.caches
 
 
 class PromptGroup(QueueEntry):
@@ -122,8 +125,8 @@ class PromptGroup(QueueEntry):
 
     Args:
       checked: the submission that all of them came from.
-      samples: the requests, and the sample index of each: it is folded into the request's key, so
-        that samples of one prompt differ. -1 folds nothing.
+      samples: request -> its sample index, which is folded into the key, so that samples of one
+        prompt differ. -1 folds nothing.
     """
 
     def __init__(self, checked: CheckedRequest, samples: Mapping[Request, int]) -> None:
@@ -138,14 +141,15 @@ class PromptGroup(QueueEntry):
     def admit(self, programs: Programs, slots: DecodeState, slot: int) -> DecodeState:
         """Returns the slots with the first waiting request in one of them."""
         sample = np.int32(self._samples[self.waiting[0]])
-        prompt = pad_prompt(self.token_ids[None], programs.row_lengths[-1])
+        prompt = pad_prompt(self.token_ids[None], programs.cache_lengths[-1])
         settings = self._checked.settings._replace(sample=sample)
+        # With a place, `self.caches` are those of all N prompts: `PrefillBatch.admit` has set them.
         place = () if self.place is None else (self.place,)
-        return programs.admit(slots, self.row, np.int32(slot), prompt, settings, *place)
+        return programs.admit(slots, self.caches, np.int32(slot), prompt, settings, *place)
 
 
 class ParkedRequest(QueueEntry):
-    """A request that was taken out of its slot.
+    """A request that was preempted, and the state that it had in its slot.
 
     Args:
       request: the request.
@@ -156,48 +160,50 @@ class ParkedRequest(QueueEntry):
     def __init__(self, request: Request, parked: DecodeState, drops_cache: bool) -> None:
         super().__init__([request])
         self._parked = parked._replace(target_cache=None)
+        # None before the first access.
         self._token_ids: np.ndarray | None = None
         if not drops_cache:
-            self.row = PromptRow(parked.target_cache, None)
+            self.caches = PromptCaches(parked.target_cache, None)
             self._token_ids = np.zeros(0, np.int32)
 
     @property
     def token_ids(self) -> np.ndarray:
-        """The committed tokens i32[L] that the target reads again; empty if its cache was kept.
+        """The committed tokens i32[L], which the target reads again; empty if its cache was kept.
 
-        The host may not know them yet. The first access then blocks until the request's last step
-        is computed.
+        The first access waits for the device: the request's last step may still run.
         """
         if self._token_ids is None:
             token_ids, lengths = jax.device_get((self._parked.token_ids, self._parked.lengths))
             self._token_ids = token_ids[0, : int(lengths[0])]
         return self._token_ids
 
-    def read_chunk(self, programs: Programs) -> bool:
-        """Reads the next tokens by the target alone; returns whether a token was unread."""
+    def read_chunk(self, programs: Programs) -> int:
+        """Reads the next chunk by the target alone; returns how many chunks: 1, or 0."""
         return super().read_chunk(programs.of_target())
 
     def admit(self, programs: Programs, slots: DecodeState, slot: int) -> DecodeState:
         """Returns the slots with the request in one of them."""
-        assert self.row is not None
-        parked = self._parked._replace(target_cache=self.row.target_cache)
+        assert self.caches is not None
+        parked = self._parked._replace(target_cache=self.caches.target_cache)
         return programs.resume(slots, parked, np.int32(slot))
 
     @property
     def arrays(self) -> object:
         """The entry's device arrays, a pytree; the engine deletes them when it closes."""
-        return self._parked, self.row
+        return self._parked, self.caches
 
 
 class WaitingQueue:
     """Entries that wait. Any thread may put one in and count their requests.
 
+    The thread that takes a step calls the rest.
+
     Args:
       max_waiting: most requests that wait.
 
     Attributes:
-      lock: held while an entry or the order of entries changes. The lock is reentrant, because
-        methods that take it call each other.
+      lock: held while an entry or the order of entries changes; reentrant, because methods that
+        take it call each other.
       closed_reason: a sentence why the engine is closed and nothing may be put in, or None.
     """
 
@@ -253,8 +259,7 @@ class WaitingQueue:
     def put_first(self, entry: QueueEntry) -> None:
         """Puts an entry before all others, however many requests wait.
 
-        Whether the queue is closed is not checked: the request comes from a slot, and a closed
-        engine has none in its slots.
+        Its request comes from a slot. A closed engine has none there, so this does not check.
         """
         with self.lock:
             self._entries.appendleft(entry)
@@ -265,14 +270,14 @@ class WaitingQueue:
             return [entry.arrays for entry in self._entries]
 
     def drop_ended(self) -> None:
-        """Removes ended requests, then empty entries with their rows."""
+        """Removes ended requests, then entries without requests and, with them, their caches."""
         with self.lock:
             for entry in self._entries:
                 entry.waiting = deque(x for x in entry.waiting if x.finish_reason is None)
             self._entries = deque(entry for entry in self._entries if entry.waiting)
 
     def first(self, number: int) -> list[QueueEntry]:
-        """Returns the first entries, at most `number`."""
+        """Returns the first entries, at most `number`, without removing them."""
         with self.lock:
             return list(itertools.islice(self._entries, number))
 

@@ -40,7 +40,7 @@ _FINISH_REASONS = {
 }
 
 
-# Errors that ask the program to stop: no tokenizer or matcher is at fault, wherever one is raised.
+# Errors that ask the program to stop. A tokenizer or matcher that raises one is not at fault.
 PROGRAM_EXITS = (KeyboardInterrupt, SystemExit, GeneratorExit, asyncio.CancelledError)
 
 
@@ -112,16 +112,17 @@ class Request:
         self.finish_reason: str | None = None
         self.error: str | None = None
         self._max_new_tokens = max_new_tokens
-        # Another thread may abort the request while this one adds tokens.
+        # Another thread may abort the request while the one that steps adds tokens.
         self._lock = threading.RLock()
         self._text, self._matched = text, matched
         # The engine's scheduler; None once the request has ended, so that it keeps no engine.
         self._stepper = stepper
         # The counts of all slots and the request's slot; once it has ended, its own counts and 0.
         self._metrics: tuple[Metrics, int] | None = None
+        # The tokens of the pending draft, for the matcher.
         self._drafted: list[int] = []
         if text is not None:
-            # In a round of the engine, all slots would wait for a long prompt.
+            # Done here, because with the first token all slots would wait for a long prompt.
             with self._contain_errors(FinishReason.TOKENIZER_ERROR):
                 text.read_context()
 
@@ -164,7 +165,7 @@ class Request:
                 self._check_progress(await stepper.take_step_async())
 
     def _pieces(self) -> Iterator[tuple[Piece, Stepper | None]]:
-        """Yields pieces, some empty, and the stepper to call before the next; None at the end."""
+        """Yields pieces, some empty, and the stepper that makes the next; None with the last."""
         num_tokens = num_characters = 0
         while True:
             stepper = self._stepper
@@ -187,6 +188,7 @@ class Request:
             if self._text is not None and reason != FinishReason.TOKENIZER_ERROR:
                 with self._contain_errors(FinishReason.TOKENIZER_ERROR):
                     self._text.flush()
+                # `flush` may have raised, which ends the request.
                 if self.finish_reason is not None:
                     return
                 reason = FinishReason.STOP_STRING if self._text.stopped else reason
@@ -200,18 +202,21 @@ class Request:
 
     @property
     def has_matcher(self) -> bool:
-        """Whether a host's matcher masks its rows."""
+        """Whether a matcher on the host masks its tokens."""
         return self._matched is not None
 
-    def fill_masks(self, rows: np.ndarray) -> None:
-        """Writes the masks u32[K + 1, ceil(V / 32)] of the next step, from its matcher."""
+    def fill_masks(self, masks: np.ndarray) -> None:
+        """Writes the masks u32[K + 1, ceil(V / 32)] of its next step, if it has a matcher."""
         if self._matched is not None:
             with self._contain_errors(FinishReason.MATCHER_ERROR):
-                self._matched.fill(self._drafted, rows)
+                self._matched.fill(self._drafted, masks)
 
     @contextlib.contextmanager
     def _contain_errors(self, reason: str) -> Iterator[None]:
-        """Ends this request alone, for a reason such as "matcher_error", if the block raises."""
+        """Ends this request for a reason such as "matcher_error" if the block raises.
+
+        The error goes no further, unless it is one of `PROGRAM_EXITS`.
+        """
         try:
             yield
         except BaseException as error:  # A panic of Rust is no Exception.
@@ -223,14 +228,15 @@ class Request:
         """Adds the tokens that a step committed for this request, unless it has ended.
 
         Args:
-          output: NumPy arrays.
-          slot: the request's.
+          output: of the step, as NumPy arrays.
+          slot: index of this request in them.
         """
         with self._lock:
             if self.finish_reason is None:
                 self._add(output, slot)
 
     def _add(self, output: StepOutput, slot: int) -> None:
+        """Adds tokens up to a stop string, and ends the request where the step or its text does."""
         num_tokens, finish = int(output.num_tokens[slot]), int(output.finish[slot])
         self._metrics = output.metrics, slot
         for i in range(num_tokens):

@@ -1,10 +1,13 @@
 """The host's part of an engine: which request is in which slot, and the order of a step.
 
-A round is one call of `take_step`:
+A round is one call of `take_step`, or of `take_step_async`:
 
     dispatch     drop aborted requests -> vacate slots -> fill slots -> release slots
                  -> fill masks -> dispatch a step of all slots
     deliver      give each request the tokens of the step before, while the device runs this one
+
+    vacate       the host takes a request out of its slot, which a new one may have
+    release      the device stops decoding in a slot that got no new request
 
 The host learns of an end one step late, except by length, which it can count. Such a slot is filled
 again before its last step is delivered. The masks of a matcher need the drafts of the step before.
@@ -37,9 +40,9 @@ from specjax.engine.slots import StepOutput
 
 __all__ = ["DispatchedStep", "Scheduler", "delayed_interrupts"]
 
-# Prompts that are prefilled as soon as they come, while no slot is empty.
+# Prompts that are kept ready, that is read, while no slot is empty.
 _MAX_READY = 2
-# The functions of `signal` make an enum of each answer: for all signals, ten times as slow.
+# The functions of `signal` make an enum of each result, which takes ten times as long.
 _signal = importlib.import_module("_signal")
 _SIGNALS = tuple(map(int, signal.valid_signals()))
 
@@ -71,7 +74,7 @@ def delayed_interrupts() -> Iterator[None]:
     is_over = False
 
     def delay(number: int, frame: FrameType | None) -> None:
-        if is_over:  # Another handler raised before this signal had its own back.
+        if is_over:  # The block has ended, but this signal's own handler is not restored yet.
             handlers[number](number, frame)
         else:
             received[number] = frame
@@ -84,7 +87,7 @@ def delayed_interrupts() -> Iterator[None]:
         yield
     finally:
         is_over = True
-        # The stack calls each handler, even if another one raises.
+        # The stack restores all handlers, then calls those of received signals, whatever raises.
         with contextlib.ExitStack() as calls:
             for number, frame in received.items():
                 calls.callback(handlers[number], number, frame)
@@ -93,7 +96,12 @@ def delayed_interrupts() -> Iterator[None]:
 
 
 class DispatchedStep(NamedTuple):
-    """A step that was dispatched, and the requests in its slots without its tokens so far."""
+    """A step that was dispatched, and for each slot the request that has not got its tokens.
+
+    Attributes:
+      output: on the device.
+      occupants: B requests; None where a slot was empty, and once a request has its tokens.
+    """
 
     output: StepOutput
     occupants: list[Request | None]
@@ -105,7 +113,7 @@ class Scheduler:
     Args:
       programs: of the engine.
       slots: empty ones.
-      all_allowed: masks that allow every token in every row; None if no request has a matcher.
+      all_allowed: from `engine.all_allowed_masks`; None if no request may have a matcher.
       max_waiting: most requests that wait.
 
     Attributes:
@@ -127,9 +135,9 @@ class Scheduler:
         self._occupants: list[Request | None] = [None] * programs.num_slots
         self.queue = WaitingQueue(max_waiting)
         self._batch = PrefillBatch(programs)
-        # Dispatched steps that were not delivered to all of their requests, the oldest first.
+        # Steps that were dispatched and not delivered to all of their requests, the oldest first.
         self._in_flight: deque[DispatchedStep] = deque()
-        # Slots without a request, in which the device still decodes.
+        # Vacated slots in which the device still decodes.
         self._to_release: set[int] = set()
         self._has_aborted = False
         # Held by the thread that steps or preempts.
@@ -148,7 +156,8 @@ class Scheduler:
     def _unfinished(self) -> Iterator[Request]:
         """Returns requests that had a slot and have not ended; some twice."""
         each = (self._occupants, *(step.occupants for step in tuple(self._in_flight)))
-        return (one for row in each for one in row if one is not None and one.finish_reason is None)
+        requests = (one for occupants in each for one in occupants if one is not None)
+        return (request for request in requests if request.finish_reason is None)
 
     def _is_busy(self) -> bool:
         """Returns whether a request has not ended."""
@@ -156,7 +165,7 @@ class Scheduler:
 
     @delayed_interrupts()
     def abort(self, request: Request) -> None:
-        """Ends a request; the next round drops the rows of its prompt."""
+        """Ends a request; the next round drops its caches or vacates its slot."""
         request.end(FinishReason.ABORTED)
         self._has_aborted = True
 
@@ -164,7 +173,7 @@ class Scheduler:
         """Takes a request out of its slot and puts it first in the queue, with its state.
 
         Args:
-          request: one that is in a slot, or any other.
+          request: any of the engine's.
           drops_cache: whether the target's cache is dropped, and computed again.
 
         Returns:
@@ -251,14 +260,14 @@ class Scheduler:
             self._deliver(self._in_flight[0], jax.device_get(self._in_flight[0].output))
 
     def _drop_aborted(self) -> None:
-        """Removes aborted requests from the queue and the batch."""
+        """Removes aborted requests from the queue and from the batch of prompts."""
         if self._has_aborted:
             self._has_aborted = False
             self.queue.drop_ended()
             self._batch.drop_ended()
 
     def _vacate_slots(self) -> None:
-        """Takes requests out of slots that ended, or that the steps in flight will end."""
+        """Takes requests out of their slots if they ended, or will end by the steps in flight."""
         for slot, request in enumerate(self._occupants):
             if request is None:
                 continue
@@ -275,12 +284,15 @@ class Scheduler:
             num_chunks = min(2 * max(1, empty slots), entries of the queue), at least 1
 
         Two chunks for an empty slot keep more slots busy than one. But a single waiting prompt gets
-        one chunk, so that the slots do not wait for two. `PrefillBatch.read` returns the cost of a
-        batch in chunks. While no slot is empty, programs that do not prefill in advance read one.
+        one chunk, so that the slots do not wait for two. While no slot is empty, programs that do
+        not prefill in advance read one.
+
+        Each round of the loop admits one request, or reads for one cost in chunks, or is the last.
+        Prompts are read in the order of the queue, also those in the batch.
         """
         empty = [slot for slot, request in enumerate(self._occupants) if request is None]
-        least = int(self._programs.prefills_in_advance)
-        num_chunks = max(1, min(2 * max(least, len(empty)), self.queue.num_entries()))
+        min_empty = int(self._programs.prefills_in_advance)
+        num_chunks = max(1, min(2 * max(min_empty, len(empty)), self.queue.num_entries()))
         while entries := self.queue.first(self._programs.prefill_depth):
             if empty and entries[0].is_read():
                 self._admit(entries[0], empty.pop(0))
@@ -291,8 +303,8 @@ class Scheduler:
                 return
             is_urgent = bool(empty) or num_ready < _MAX_READY
             max_chunks = num_chunks if empty else math.inf
-            if num_read := self._batch.read(self._programs, unread, max_chunks, is_urgent):
-                num_chunks -= num_read
+            if cost := self._batch.read(self._programs, unread, max_chunks, is_urgent):
+                num_chunks -= cost
             elif is_urgent:
                 self._batch.detach_group(self._programs, unread[0])
                 num_chunks -= unread[0].read_chunk(self._programs)
@@ -300,14 +312,14 @@ class Scheduler:
                 return
 
     def _admit(self, entry: QueueEntry, slot: int) -> None:
-        """Puts the first request of the queue, which is the entry's, into a slot."""
+        """Puts the first request of the queue into a slot; `entry` is the first one."""
         self._slots = self._batch.admit(self._programs, self._slots, entry, slot)
         with self.queue.lock:
             self._occupants[slot] = self.queue.pop()
         self._to_release.discard(slot)
 
     def _release_slots(self) -> None:
-        """Releases vacated slots on the device."""
+        """Stops decoding on the device in vacated slots."""
         if self._to_release:
             is_released = np.zeros(len(self._occupants), bool)
             is_released[list(self._to_release)] = True
@@ -315,14 +327,17 @@ class Scheduler:
             self._to_release.clear()
 
     def _fill_masks(self) -> jax.Array | None:
-        """Returns the masks of the next step's rows; None if the engine takes no matchers."""
+        """Returns the masks of the next step's logits, u32[B, K + 1, ceil(V / 32)].
+
+        None if the engine takes no matchers.
+        """
         if self._all_allowed is None or not _has_matchers(self._occupants):
             return self._all_allowed_on_device
         masks = self._all_allowed.copy()
-        for rows, request in zip(masks, self._occupants, strict=True):
+        for masks_of_slot, request in zip(masks, self._occupants, strict=True):
             if request is not None:
                 with self._calling_user_code():
-                    request.fill_masks(rows)
+                    request.fill_masks(masks_of_slot)
         return jax.device_put(masks)
 
     def _dispatch_step(self, masks: jax.Array | None) -> None:
@@ -358,7 +373,7 @@ class Scheduler:
             self._in_flight.popleft()
 
     def _oldest_step(self, max_in_flight: int) -> DispatchedStep | None:
-        """Returns the oldest step if more than `max_in_flight` are, else None."""
+        """Returns the oldest step in flight if there are more than `max_in_flight`, else None."""
         steps = tuple(self._in_flight)
         return steps[0] if len(steps) > max_in_flight else None
 
@@ -367,7 +382,7 @@ class Scheduler:
 
     @contextlib.contextmanager
     def _calling_user_code(self) -> Iterator[None]:
-        """Marks a block that calls tokenizers or matchers: they may not begin a round in it."""
+        """Marks a block that calls tokenizers or matchers, which may not begin a round."""
         before, self._in_user_code = self._in_user_code, True
         try:
             yield
@@ -384,6 +399,7 @@ class Scheduler:
 
     @delayed_interrupts()
     def _close(self, reason: str, why: str, error: str | None = None) -> None:
+        """Closes the queue by `why`, ends all requests, and deletes the device's arrays."""
         arrays = self._arrays()
         with self._calling_user_code():
             for request in (*self._unfinished(), *self.queue.close(why)):
@@ -394,7 +410,7 @@ class Scheduler:
             leaf.delete()
 
     def _arrays(self) -> object:
-        """Returns the device's arrays of requests, without the outputs of steps."""
+        """Returns the device's arrays of requests in slots, in the batch and in the queue."""
         return self._slots, self._batch.arrays, self.queue.arrays()
 
     @contextlib.contextmanager

@@ -1,12 +1,15 @@
 """The device's part of an engine: pure functions of a `DecodeState` whose requests are slots.
 
-    rows of prompts    new_row -> prefill_chunk, grow_row
-    slots              empty_slots -> admit -> step_slots -> release
-    one of many        take, put: a slot of the state, or a row of a batch of prompts
+    caches of a prompt    new_caches -> prefill_chunk, grow_caches
+    slots                 empty_slots -> admit -> step_slots -> release
+    one of many           take, put: a slot of the state, or one prompt's caches of a batch
 
-A slot is one of the B places of the state, with a request or empty. A row is the caches of a
-prompt while it is read. A program donates the state that it replaces. The requests of each leaf lie
-on an axis of its own, which `row_axes` and `slot_axes` find: caches may have it anywhere.
+A slot is one of the B requests of the state, or empty. While a prompt is read, its caches lie apart
+from the slots, by themselves or among those of a batch of N prompts.
+
+A program donates the state that it replaces. Each leaf has its own axis of requests, which
+`cache_axes` and `slot_axes` find: caches may have it anywhere. `programs` binds each function to an
+engine's models and options, and the scheduler calls it.
 """
 
 import functools
@@ -28,17 +31,17 @@ from specjax.decode.target_step import count_drafted, count_rows
 from specjax.processing.sampling_params import SamplingParams
 
 __all__ = [
-    "PromptRow",
+    "PromptCaches",
     "RequestSettings",
     "StepOutput",
     "admit",
     "empty_slots",
-    "grow_row",
-    "new_row",
+    "grow_caches",
+    "new_caches",
     "prefill_chunk",
     "put",
     "release",
-    "row_axes",
+    "cache_axes",
     "slot_axes",
     "slot_bytes",
     "step_slots",
@@ -46,14 +49,16 @@ __all__ = [
 ]
 
 _State = TypeVar("_State")
-# Stands for the axis of a leaf that all requests share. Axes of other leaves are counted from 0.
+# In place of an axis, for a leaf that all requests share. Axes of other leaves are counted from 0.
 _NO_BATCH_AXIS = -1
 # The `finish` of a slot without a request.
 _EMPTY_SLOT = -1
 
 
-class PromptRow(NamedTuple):
-    """The caches of one prompt while the models read it, or of several prompts, stacked.
+class PromptCaches(NamedTuple):
+    """The caches of one prompt while the models read it, or of a batch of N prompts.
+
+    They have room for a number of tokens, their length, which may be less than S.
 
     Attributes:
       target_cache: the target's cache.
@@ -68,7 +73,7 @@ class RequestSettings(NamedTuple):
     """One request's own fields of `Settings`, without the batch axis, and its sample index.
 
     Attributes:
-      sample: i32, an index that is folded into the key; -1 folds nothing.
+      sample: i32, an index that `admit` folds into the key; -1 folds nothing.
       keys: typed threefry key, ().
       temperature: f32.
       prompt_lengths: i32.
@@ -110,22 +115,22 @@ class StepOutput(NamedTuple):
     drafted: jax.Array | None
 
 
-# Rows of prompts ----------------------------------------------------------------------------------
+# Caches of a prompt -------------------------------------------------------------------------------
 
 
 @functools.partial(jax.jit, static_argnames=("max_length", "size"))
-def new_row(models: Models, *, max_length: int, size: int = 1) -> PromptRow:
-    """Returns an empty row, or `size` of them as a batch."""
-    return _with_own_buffers(PromptRow(*models.init_caches(size, max_length)))
+def new_caches(models: Models, *, max_length: int, size: int = 1) -> PromptCaches:
+    """Returns the caches of a prompt of which nothing is read, or of `size` prompts as a batch."""
+    return _with_own_buffers(PromptCaches(*models.init_caches(size, max_length)))
 
 
 @functools.partial(jax.jit, static_argnames="max_length")
-def grow_row(models: Models, row: PromptRow, *, max_length: int) -> PromptRow:
-    """Returns a longer row of the same tokens.
+def grow_caches(models: Models, caches: PromptCaches, *, max_length: int) -> PromptCaches:
+    """Returns caches of the same tokens with room for more.
 
     Args:
       models: as in `Engine`.
-      row: at most `max_length` long. Each leaf is the beginning of the longer row's leaf, on every
+      caches: at most `max_length` long. Each leaf becomes the beginning of a longer one, on every
         axis: caches that are read in chunks have their tokens in order.
       max_length: tokens that the result has room for.
     """
@@ -135,31 +140,31 @@ def grow_row(models: Models, row: PromptRow, *, max_length: int) -> PromptRow:
             return leaf
         return jax.lax.dynamic_update_slice(longer, leaf, (0,) * leaf.ndim)
 
-    return jax.tree.map(put_first, new_row(models, max_length=max_length), row)
+    return jax.tree.map(put_first, new_caches(models, max_length=max_length), caches)
 
 
-@functools.partial(jax.jit, donate_argnames="row")
+@functools.partial(jax.jit, donate_argnames="caches")
 def prefill_chunk(
     models: Models,
-    row: PromptRow,
+    caches: PromptCaches,
     token_ids: jax.Array,
     positions: jax.Array,
-    rows: jax.Array | None = None,
-) -> PromptRow:
-    """Returns the row after the models read a chunk of its prompt; or the rows of a batch.
+    places: jax.Array | None = None,
+) -> PromptCaches:
+    """Returns the caches after the models read a chunk of a prompt, or of each in a batch.
 
     Args:
       models: as in `Engine`.
-      row: the caches before the chunk. Without a drafter's state, the target alone reads.
-      token_ids: i32[1, C], or i32[N, C] of a batch.
+      caches: before the chunk. Without a drafter's state, the target alone reads.
+      token_ids: i32[1, C], or i32[N, C] of a batch, or i32[P, C] of P pieces.
       positions: of the same shape, -1 where there is no token.
-      rows: i32[P], the row of a batch that each of P pieces [P, C] continues, as in
-        `specjax.types.Pieces`; None is a chunk of every row.
+      places: i32[P], the prompt of the batch that each piece continues, the `rows` of
+        `specjax.types.Pieces`. None is a chunk of each prompt.
     """
-    if row.drafter_state is None:
+    if caches.drafter_state is None:
         models = models._replace(drafter=None)
-    *states, _ = read_chunk(models, *row, token_ids, positions, rows=rows)
-    return PromptRow(*states)
+    *states, _ = read_chunk(models, *caches, token_ids, positions, rows=places)
+    return PromptCaches(*states)
 
 
 # Slots --------------------------------------------------------------------------------------------
@@ -186,12 +191,12 @@ def empty_slots(
 
 
 @functools.partial(
-    jax.jit, static_argnames=("options", "axes", "row_axes"), donate_argnames="slots"
+    jax.jit, static_argnames=("options", "axes", "cache_axes"), donate_argnames="slots"
 )
 def admit(
     models: Models,
     slots: DecodeState,
-    row: PromptRow,
+    caches: PromptCaches,
     slot: jax.Array,
     prompt: jax.Array,
     request: RequestSettings,
@@ -199,24 +204,24 @@ def admit(
     *,
     options: StepOptions,
     axes: tuple[int, ...],
-    row_axes: tuple[int, ...],
+    cache_axes: tuple[int, ...],
 ) -> DecodeState:
     """Returns the slots with a request in one of them; its first step is the next one.
 
     Args:
       models: as in `Engine`.
       slots: the state before.
-      row: the caches of all tokens of the prompt but the last; of any length that holds it.
-      slot: i32.
+      caches: of all tokens of the prompt but the last; of any length that holds it.
+      slot: i32, index of an empty slot.
       prompt: i32[1, S]; tokens after the prompt are ignored.
       request: its settings.
-      place: i32, which row of a batch that is; None of a row by itself.
+      place: i32, which of a batch's N prompts it is; None if `caches` are its own.
       options: as in `run_step`.
       axes: from `slot_axes`.
-      row_axes: the leaves of `row_axes`.
+      cache_axes: the leaves of the result of `cache_axes`.
     """
     if place is not None:
-        row = take(row, place, axes=row_axes)
+        caches = take(caches, place, axes=cache_axes)
     fields = request._asdict()
     sample, key = fields.pop("sample"), request.keys
     folded = jax.random.fold_in(key, jnp.maximum(sample, 0))
@@ -227,22 +232,22 @@ def admit(
         sampling = settings.sampling._replace(grammar=slots.settings.sampling.grammar)
         settings = settings._replace(sampling=sampling)
     requests = RequestBatch(prompt, settings.prompt_lengths, settings)
-    # The row's caches replace those of `one`, which nothing reads: XLA never makes them.
+    # `caches` replace those of `one`, which nothing reads: XLA never makes them.
     one = begin_prefill(models, requests, options=options)
-    row = grow_row(models, row, max_length=prompt.shape[1])
-    return put(slots, one._replace(**row._asdict()), slot, axes=axes)
+    caches = grow_caches(models, caches, max_length=prompt.shape[1])
+    return put(slots, one._replace(**caches._asdict()), slot, axes=axes)
 
 
 @functools.partial(jax.jit, static_argnames="options", donate_argnames="slots")
 def step_slots(
     models: Models, slots: DecodeState, allowed: jax.Array | None, *, options: StepOptions
 ) -> tuple[DecodeState, StepOutput]:
-    """Returns the slots after one step of every request, and the tokens that it committed.
+    """Returns the slots after one step of every request, and the tokens that were committed.
 
     Args:
       models: as in `Engine`.
       slots: the state before.
-      allowed: u32[B, K + 1, ceil(V / 32)], a host's masks of the rows of this step; or None.
+      allowed: u32[B, K + 1, ceil(V / 32)], a host's masks of this step's logits rows; or None.
       options: as in `run_step`.
     """
     before, sampling = slots.lengths, slots.settings.sampling
@@ -250,11 +255,7 @@ def step_slots(
     masked = sampling
     if allowed is not None:
         masked = (SamplingParams() if sampling is None else sampling)._replace(allowed=allowed)
-    slots, _ = run_step(
-        models,
-        _with_sampling(slots, masked),
-        options=options,
-    )
+    slots, _ = run_step(models, _with_sampling(slots, masked), options=options)
     slots = _with_sampling(slots, sampling)
     index = before[:, None] + jnp.arange(count_rows(slots), dtype=jnp.int32)[None]
     index = jnp.minimum(index, slots.token_ids.shape[1] - 1)
@@ -307,31 +308,31 @@ def _with_own_buffers(tree: _State) -> _State:
 
 
 @functools.partial(jax.jit, static_argnames="axes")
-def take(state: _State, slot: jax.Array, *, axes: tuple[int, ...]) -> _State:
-    """Returns one slot of a state, or one row of a batch of prompts, as a batch of one.
+def take(state: _State, index: jax.Array, *, axes: tuple[int, ...]) -> _State:
+    """Returns one slot of a state, or one prompt's caches of a batch, as a batch of one.
 
     Args:
-      state: a `DecodeState` of slots, or a `PromptRow` of several prompts.
-      slot: i32, which one.
+      state: a `DecodeState` of slots, or the `PromptCaches` of a batch.
+      index: i32, a slot or a place.
       axes: the axis of the requests for each leaf, in the order of `jax.tree.leaves`; from
-        `slot_axes`, or the leaves of `row_axes`. A leaf without one is returned whole.
+        `slot_axes`, or the leaves of `cache_axes`. A leaf without one is returned whole.
     """
     leaves, structure = jax.tree.flatten(state)
-    rows = (
-        leaf if axis == _NO_BATCH_AXIS else jax.lax.dynamic_slice_in_dim(leaf, slot, 1, axis)
+    taken = (
+        leaf if axis == _NO_BATCH_AXIS else jax.lax.dynamic_slice_in_dim(leaf, index, 1, axis)
         for leaf, axis in zip(leaves, axes, strict=True)
     )
-    return jax.tree.unflatten(structure, rows)
+    return jax.tree.unflatten(structure, taken)
 
 
 @functools.partial(jax.jit, static_argnames="axes", donate_argnames="state")
-def put(state: _State, one: _State, slot: jax.Array, *, axes: tuple[int, ...]) -> _State:
-    """Returns the state with a batch of one in a slot; leaves that requests share stay.
+def put(state: _State, one: _State, index: jax.Array, *, axes: tuple[int, ...]) -> _State:
+    """Returns the state with a batch of one at an index; leaves that requests share stay.
 
     Args:
       state: as in `take`.
       one: of the same structure, a batch of one.
-      slot: i32, which one is replaced.
+      index: i32, the slot or the place that it replaces.
       axes: as in `take`.
     """
     leaves, structure = jax.tree.flatten(state)
@@ -339,7 +340,7 @@ def put(state: _State, one: _State, slot: jax.Array, *, axes: tuple[int, ...]) -
     def put_leaf(leaf: jax.Array, value: jax.Array, axis: int) -> jax.Array:
         if axis == _NO_BATCH_AXIS:
             return leaf
-        return jax.lax.dynamic_update_slice_in_dim(leaf, value, slot, axis)
+        return jax.lax.dynamic_update_slice_in_dim(leaf, value, index, axis)
 
     return jax.tree.unflatten(structure, map(put_leaf, leaves, jax.tree.leaves(one), axes))
 
@@ -355,7 +356,7 @@ def _find_axes(make: Callable[[int], Any], name: str) -> Any:
       The pytree with an int for each leaf.
 
     Raises:
-      ValueError: for a leaf with no such axis. A row of it cannot be given to another request.
+      ValueError: for a leaf with no such axis, no part of which can be given to another request.
 
     Example:
       >>> import jax.numpy as jnp
@@ -378,8 +379,8 @@ def _find_axes(make: Callable[[int], Any], name: str) -> Any:
     return jax.tree.map(axis_of, small, large)
 
 
-def row_axes(models: Models, max_length: int) -> PromptRow:
-    """Returns the axis of each leaf of a `PromptRow` that holds the prompts.
+def cache_axes(models: Models, max_length: int) -> PromptCaches:
+    """Returns the axis of each leaf of `PromptCaches` that holds the prompts.
 
     Raises:
       ValueError: for a cache or a drafter's state with a leaf without such an axis.
@@ -389,15 +390,15 @@ def row_axes(models: Models, max_length: int) -> PromptRow:
     state = drafter and _find_axes(
         lambda size: drafter.init(drafter.params, size, max_length), "the drafter's state"
     )
-    return PromptRow(cache, state)
+    return PromptCaches(cache, state)
 
 
-def slot_axes(slots: DecodeState, row: PromptRow) -> tuple[int, ...]:
+def slot_axes(slots: DecodeState, axes_of_caches: PromptCaches) -> tuple[int, ...]:
     """Returns the axis of each leaf that holds the slots; hashable, so that programs take it.
 
     Args:
       slots: the state of all slots, or its shapes.
-      row: from `row_axes`.
+      axes_of_caches: from `cache_axes`.
     """
 
     def shared(axes: Any) -> Any:
@@ -412,7 +413,7 @@ def slot_axes(slots: DecodeState, row: PromptRow) -> tuple[int, ...]:
         grammar = shared(settings.sampling.grammar)
         settings = settings._replace(sampling=settings.sampling._replace(grammar=grammar))
     draft = axes.draft.replace(token_map=shared(axes.draft.token_map))
-    axes = axes._replace(**row._asdict(), draft=draft, settings=settings)
+    axes = axes._replace(**axes_of_caches._asdict(), draft=draft, settings=settings)
     return tuple(jax.tree.leaves(axes))
 
 

@@ -932,10 +932,10 @@ def test_an_aborted_prompt_leaves_its_place_in_a_batch(read_together):
 def test_prompts_are_read_together_where_that_changes_no_bit(
     num_slots, chunk_size, dtype, expected
 ):
-    def new_row(max_length, size=1):
+    def new_caches(max_length, size=1):
         return jnp.zeros((size, max_length), dtype)
 
-    batch = choose_batch(new_row, num_slots, 300, chunk_size)
+    batch = choose_batch(new_caches, num_slots, 300, chunk_size)
     assert batch == (expected and (*expected, 0))
 
 
@@ -967,9 +967,9 @@ def test_a_short_prompt_that_is_read_first_waits_for_one_before_it(read_together
     assert engine.num_running == 1
 
 
-def test_prompts_are_read_into_rows_that_grow_and_give_the_same_without_compiling():
+def test_prompts_are_read_into_caches_that_grow_and_give_the_same_without_compiling():
     engine = full_engine()
-    give_programs(engine, row_lengths=(4, 7, S))
+    give_programs(engine, cache_lengths=(4, 7, S))
     with compilations() as found:
         requests = [request.submit(engine) for request in ASKED]
         samples = engine.submit_samples(2, [1, 2, 3] * 3, key=KEYS[0], max_new_tokens=3)

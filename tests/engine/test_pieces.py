@@ -71,7 +71,7 @@ def _chunk(prompt, start, size):
 
 
 def _read_alone(models, prompt):
-    row = slots.new_row(models, max_length=S)
+    row = slots.new_caches(models, max_length=S)
     for start in range(0, len(prompt), PIECE):
         row = slots.prefill_chunk(models, row, *(x[None] for x in _chunk(prompt, start, PIECE)))
     return row
@@ -79,7 +79,7 @@ def _read_alone(models, prompt):
 
 def _read_together(models, prompts, order, size, num_pieces, max_length):
     """The rows of all prompts; pieces in this order of the prompts, several chunks."""
-    rows = slots.new_row(models, max_length=max_length, size=len(prompts))
+    rows = slots.new_caches(models, max_length=max_length, size=len(prompts))
     pieces = [
         (i, *_chunk(prompts[i], start, size))
         for i in order
@@ -98,7 +98,7 @@ def test_pieces_of_several_prompts_write_the_caches_of_each_alone(name, implemen
     models = _models(name, implementation)
     # A GPU multiplies float32 in tiles of other sizes, which round otherwise.
     limits = {"atol": 5e-3} if has_gpu() else {"rtol": 2e-4, "atol": 2e-5}
-    axes = tuple(jax.tree.leaves(slots.row_axes(models, S)))
+    axes = tuple(jax.tree.leaves(slots.cache_axes(models, S)))
     for order in ((0, 1, 2, 3), (3, 2, 1, 0)):
         rows = _read_together(models, PROMPTS, order, PIECE, NUM_PIECES, S)
         for i, prompt in enumerate(PROMPTS):
@@ -116,7 +116,7 @@ def test_company_changes_no_bit_of_a_prompt():
     head = Eagle3Config(layer, 1024, 512, taps=(1, 2, 4))
     model = build(target, seed=3)
     models = Models(model, eagle3_drafter(model, head, build_eagle3(head)))
-    axes = tuple(jax.tree.leaves(slots.row_axes(models, 512)))
+    axes = tuple(jax.tree.leaves(slots.cache_axes(models, 512)))
     rng = np.random.default_rng(0)
     prompts = [rng.integers(0, 512, n) for n in (37, 400, 16, 129, 300, 5, 97, 250)]
     read = functools.partial(

@@ -80,4 +80,11 @@ def test_an_error_before_a_program_takes_anything_moves_nothing():
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             engine.preempt(requests[number % len(kinds)], drops_cache=number % 3 == 0)
     assert list(map(what_came, requests)) == expected
-    assert failed == {*TAKERS, "new_row", "grow_row", "new_target_row", "park", "take_row"}
+    assert failed == {
+        *TAKERS,
+        "new_caches",
+        "grow_caches",
+        "new_target_caches",
+        "park",
+        "take_caches",
+    }

@@ -21,7 +21,7 @@ _TOKENIZER = "test_a_tokenizer_that_raises_ends_one_request_and_no_other"
 _ROOM = "test_slots_have_the_room_of_all_devices_that_the_target_is_on"
 _SAMPLES = "test_samples_of_a_prompt_are_those_of_its_keys_and_read_it_once"
 _TOGETHER = "test_prompts_that_are_read_together_give_what_each_gives_alone"
-_GROWN = "test_prompts_are_read_into_rows_that_grow_and_give_the_same_without_compiling"
+_GROWN = "test_prompts_are_read_into_caches_that_grow_and_give_the_same_without_compiling"
 _SERVED = "test_first_come_first_served_and_a_slot_is_empty_for_at_most_a_step"
 _LONG = "test_a_long_prompt_is_read_between_the_steps_of_others"
 _INTERRUPTED = "test_an_interrupted_step_is_read_before_the_next_masks"
@@ -86,15 +86,15 @@ MUTATIONS = (
     ),
     Mutation(
         "specjax.engine.scheduler.Scheduler._fill_slots",
-        "min(2 * max(least, len(empty)), self.queue.num_entries())",
-        "2 * max(least, len(empty))",
+        "min(2 * max(min_empty, len(empty)), self.queue.num_entries())",
+        "2 * max(min_empty, len(empty))",
         engines(_LONG),
         "a prompt that waits alone keeps the others waiting for two chunks",
     ),
     Mutation(
         "specjax.engine.scheduler.Scheduler._fill_slots",
-        "2 * max(least, len(empty))",
-        "max(least, len(empty))",
+        "2 * max(min_empty, len(empty))",
+        "max(min_empty, len(empty))",
         engines(_LONG),
         "one chunk for an empty slot",
     ),
@@ -124,7 +124,7 @@ MUTATIONS = (
         "deque(entry for entry in self._entries if entry.waiting)",
         "self._entries",
         engines("test_nothing_is_kept_of_prompts_that_were_aborted"),
-        "rows of aborted prompts are kept behind one that waits",
+        "caches of aborted prompts are kept while an earlier one waits",
     ),
     Mutation(
         "specjax.engine.queue.WaitingQueue.waiting",
@@ -176,11 +176,11 @@ MUTATIONS = (
         "two threads step an engine at once",
     ),
     Mutation(
-        "specjax.engine.programs._rows_of_each_length",
-        "programs.row_lengths[i + 2 :]",
-        "programs.row_lengths[i + 3 :]",
+        "specjax.engine.programs._caches_of_each_length",
+        "programs.cache_lengths[i + 2 :]",
+        "programs.cache_lengths[i + 3 :]",
         engines(_GROWN),
-        "a row that grows past the next length is compiled by a request",
+        "growth past the next length is compiled by a request",
     ),
     Mutation(
         "specjax.engine.programs.explain_slots_out_of_memory",
@@ -194,7 +194,7 @@ MUTATIONS = (
         "(programs.num_slots + prefill_slots)",
         "(programs.num_slots + 2)",
         engines(_ROOM),
-        "a row that grows has no room next to the one that it grows out of",
+        "caches that grow have no room next to those that they grow out of",
     ),
     Mutation(
         "specjax.engine.scheduler.delayed_interrupts",
@@ -205,10 +205,10 @@ MUTATIONS = (
     ),
     Mutation(
         "specjax.engine.prefill_batch.PrefillBatch._fill",
-        "self._rows = programs.put_row(self._rows, row, np.int32(index))",
+        "self._caches = programs.put_caches(self._caches, caches, np.int32(place))",
         "",
         engines(_TOGETHER),
-        "a prompt is read after another one's in its row of the batch",
+        "a prompt is read after another one's tokens in its place of the batch",
     ),
     Mutation(
         "specjax.engine.prefill_batch.PrefillBatch.read",
@@ -250,7 +250,7 @@ MUTATIONS = (
         "if group is entry",
         "if group is not entry",
         engines(_TOGETHER),
-        "a prompt gets the row of another one of its batch",
+        "a prompt gets the caches of another one of its batch",
     ),
     Mutation(
         "specjax.engine.scheduler.Scheduler._fill_slots",
@@ -271,7 +271,7 @@ MUTATIONS = (
         "is_whole or batch is not None",
         "batch is not None",
         engines("test_a_drafter_of_whole_prompts_is_told_of_the_prompt_alone"),
-        "a drafter of whole prompts reads them into rows that grow",
+        "a drafter of whole prompts reads them into caches that grow",
     ),
     Mutation(
         "specjax.engine.request.Request._add",
@@ -303,8 +303,8 @@ MUTATIONS = (
     ),
     Mutation(
         "specjax.engine.slots.admit",
-        "**row._asdict()",
-        "drafter_state=row.drafter_state",
+        "**caches._asdict()",
+        "drafter_state=caches.drafter_state",
         engines(_GENERATE),
         "a request begins with the cache of no prompt",
     ),
@@ -317,31 +317,31 @@ MUTATIONS = (
     ),
     Mutation(
         "specjax.engine.slots.prefill_chunk",
-        "PromptRow(*states)",
-        "PromptRow(states[0], row.drafter_state)",
+        "PromptCaches(*states)",
+        "PromptCaches(states[0], caches.drafter_state)",
         engines(_FEATURES),
         "the drafter does not read the prompt",
     ),
     Mutation(
-        "specjax.engine.queue.QueueEntry._grow_row",
+        "specjax.engine.queue.QueueEntry._grow_caches",
         "length >= num_tokens",
         "length >= num_tokens - 1",
         engines(_GROWN),
-        "a row grows a token too late",
+        "caches grow a token too late",
     ),
     Mutation(
-        "specjax.engine.slots.grow_row",
+        "specjax.engine.slots.grow_caches",
         "return jax.lax.dynamic_update_slice(longer, leaf, (0,) * leaf.ndim)",
         "return longer",
         engines(_GROWN),
-        "a row that grows forgets what was read",
+        "caches that grow forget what was read",
     ),
     Mutation(
-        "specjax.engine.queue.QueueEntry._grow_row",
-        "programs.grow_row(self.row, max_length=length)",
-        "programs.new_row(max_length=length)",
+        "specjax.engine.queue.QueueEntry._grow_caches",
+        "programs.grow_caches(self.caches, max_length=length)",
+        "programs.new_caches(max_length=length)",
         engines(_GROWN),
-        "a row that grows between two chunks forgets what was read",
+        "caches that grow between two chunks forget what was read",
     ),
     Mutation(
         "specjax.engine.scheduler.Scheduler._dispatch_next",
@@ -477,10 +477,10 @@ MUTATIONS = (
     ),
     Mutation(
         "specjax.engine.prefill_batch.PrefillBatch._read_pieces",
-        "rows[start:end], start = index, end",
-        "rows[start:end], start = 0, end",
+        "places[start:end], start = place, end",
+        "places[start:end], start = 0, end",
         pieces(_ALONE),
-        "all prompts of a chunk are read into one row",
+        "all prompts of a chunk are read into one place",
     ),
     Mutation(
         "specjax.engine.prefill_batch.PrefillBatch._read_pieces",

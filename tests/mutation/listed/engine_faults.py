@@ -46,34 +46,34 @@ MUTATIONS = (
     ),
     Mutation(
         f"{_ENGINE}queue.QueueEntry.read_chunk",
-        "self.row = programs.prefill_chunk(self.row, *self.next_chunk(programs.chunk_size))\n"
+        "self.caches = programs.prefill_chunk(self.caches, *self.next_chunk(programs.chunk_size))\n"
         "        self.num_read += programs.chunk_size",
         "chunk = self.next_chunk(programs.chunk_size)\n"
         "        self.num_read += programs.chunk_size\n"
-        "        self.row = programs.prefill_chunk(self.row, *chunk)",
+        "        self.caches = programs.prefill_chunk(self.caches, *chunk)",
         soaks(_MOVED),
         "a chunk counts as read before a program has it",
     ),
     Mutation(
         f"{_ENGINE}prefill_batch.PrefillBatch.read",
-        "        self._rows = programs.prefill_batch(self._rows, token_ids, positions)\n"
+        "        self._caches = programs.prefill_batch(self._caches, token_ids, positions)\n"
         "        for group in groups:\n"
         "            group.num_read += piece_size\n",
         "        for group in groups:\n"
         "            group.num_read += piece_size\n"
-        "        self._rows = programs.prefill_batch(self._rows, token_ids, positions)\n",
+        "        self._caches = programs.prefill_batch(self._caches, token_ids, positions)\n",
         soaks(_MOVED),
         "chunks of a batch count as read before a program has them",
     ),
     Mutation(
         f"{_ENGINE}prefill_batch.PrefillBatch.detach_group",
-        "                row = programs.take_row(self._rows, np.int32(index))\n"
-        "                self._groups.pop(index).attach_row(row, programs.row_lengths[0])",
-        "                self._groups.pop(index)\n"
-        "                row = programs.take_row(self._rows, np.int32(index))\n"
-        "                group.attach_row(row, programs.row_lengths[0])",
+        "                caches = programs.take_caches(self._caches, np.int32(place))\n"
+        "                self._groups.pop(place).attach_caches(caches, programs.cache_lengths[0])",
+        "                self._groups.pop(place)\n"
+        "                caches = programs.take_caches(self._caches, np.int32(place))\n"
+        "                group.attach_caches(caches, programs.cache_lengths[0])",
         soaks(_MOVED),
-        "a prompt leaves its batch without its row",
+        "a prompt leaves its batch without its caches",
     ),
     Mutation(
         f"{_ENGINE}scheduler.Scheduler._admit",
@@ -93,14 +93,14 @@ MUTATIONS = (
         "self.queue.arrays()",
         "None",
         soaks(f"{_LOST}[prefill_chunk]"),
-        "an engine goes on that lost the row of a prompt",
+        "an engine goes on that lost the caches of a prompt",
     ),
     Mutation(
         f"{_ENGINE}scheduler.Scheduler._arrays",
         "self._slots, self._batch.arrays,",
         "self._slots,",
         soaks(f"{_LOST}[prefill_batch]"),
-        "an engine goes on that lost the rows of a batch",
+        "an engine goes on that lost the caches of a batch",
     ),
     Mutation(
         f"{_ENGINE}scheduler.Scheduler._is_intact",
