@@ -123,8 +123,7 @@ def verify_and_commit(
         state = state._replace(draft=no_draft)
     info = verify_pending(state, rows, options)
     committed = commit_emitted(state, rows, info)
-    extended = extend_drafter(drafter, state, committed, rows)
-    return extended._replace(draft=verified_draft), info
+    return extend_drafter(drafter, state, committed, rows)._replace(draft=verified_draft), info
 
 
 def compute_rows(

@@ -10,6 +10,15 @@ The states of a request, and the function that begins each:
                  with its state, and goes to a slot again
     ended        it has a `finish_reason`, from any state   `Request.end`
 
+Words that the files share:
+
+    slot         one of the B requests of the compiled step, or an empty place for one
+    caches       the models' caches of one prompt while it is read, apart from the slots
+    chunk        at most C successive tokens of a prompt, which the models read at once
+    batch        the caches of N prompts that one program reads together, each in its place
+    piece        the tokens of one prompt in a chunk of such a batch
+    row          one of the K + 1 positions of a step, with its logits and masks
+
 Open `engine` first, the public class; then `scheduler`, where a step is a list of named parts.
 
     engine         `Engine`, and the choices that it makes when it is made

@@ -112,11 +112,12 @@ class Engine:
         prompts = (np.zeros((num_slots, 1), np.int32), np.ones(num_slots, np.int32))
         arguments = RequestArguments(prompts, keys, max_new_tokens=1)
         requests, static = check_arguments(target, drafter, arguments, config, options)
+        # Prompts are read one at a time, or by `PrefillBatch`: the default is that of one prompt.
         is_default = options.prefill_chunk_size is None
         chunk_size = default_chunk_size() if is_default else static.chunk_size
         defaults = drop_batch_axis(sampling)
         num_rows = static.step.num_rows(drafter)
-        # For adaptive K: besides programs of 0 and K drafts one of half as many.
+        # For adaptive K: a copy of the target's layers for half of K, besides those for 0 and K.
         step_options = dataclasses.replace(static.step, row_buckets=(num_rows // 2,))
         programs = make_programs(
             Models(target, drafter),
@@ -131,6 +132,7 @@ class Engine:
         all_allowed = all_allowed_masks(takes_matchers, defaults, shape)
         takes_matchers = all_allowed is not None
         self._limits = EngineLimits(max_length, vocab_size, defaults, tokenizer, takes_matchers)
+        # Any request will do: all have the same shapes.
         any_request = check_request(Submission([0, 0], keys[0]), self._limits)
         slots = warm_up(programs, target, any_request.settings, all_allowed)
         self._scheduler = Scheduler(programs, slots, all_allowed, max_waiting)
@@ -337,9 +339,10 @@ class Engine:
 def resolve_speculation(
     drafter: Drafter | None, config: SpeculativeConfig | None, num_slots: int, k_by_load: bool
 ) -> tuple[Drafter | None, SpeculativeConfig | None, Any]:
-    """Returns the drafter and the config of an engine, and its `k_by_rate` if rates decide K.
+    """Returns the drafter and the config of an engine, and its `Settings.k_by_rate` or None.
 
-    Where K is the same at every rate, the engine drafts that fixed K; for K = 0 it has no drafter.
+    Where K is the same at every rate, the config returned has that fixed K. If that is 0, the
+    drafter is None. A value that is no drafter or config is returned for `check_arguments`.
 
     Args:
       drafter: as in `Engine`, unchecked.
@@ -374,11 +377,13 @@ def resolve_speculation(
 def all_allowed_masks(
     takes_matchers: bool, defaults: SamplingParams | None, shape: tuple[int, int, int]
 ) -> np.ndarray | None:
-    """Returns masks that allow every token in every row, or None if no request has a matcher.
+    """Returns masks u32[B, K + 1, ceil(V / 32)] that allow every token.
+
+    None if no request may have a matcher.
 
     Args:
       takes_matchers: as in `Engine`, unchecked.
-      defaults: from `drop_batch_axis`.
+      defaults: the engine's `sampling`, from `drop_batch_axis`.
       shape: B, K + 1 and V.
 
     Raises:
@@ -397,17 +402,17 @@ def all_allowed_masks(
 def _settings_of_slots(
     settings: Settings, defaults: SamplingParams | None, k_by_rate: Any
 ) -> Settings:
-    """Returns settings of B equal requests, with room for stop ids and the fields of defaults.
+    """Returns settings of B equal requests, with room for each request's own stop ids and fields.
 
     Args:
       settings: of B requests, checked.
-      defaults: from `drop_batch_axis`.
+      defaults: the engine's `sampling`, from `drop_batch_axis`.
       k_by_rate: from `resolve_speculation`.
     """
     num_slots = settings.prompt_lengths.shape[0]
 
-    def repeat(row: np.ndarray) -> jax.Array:
-        return jnp.tile(row, (num_slots,) + (1,) * row.ndim)
+    def repeat(field: np.ndarray) -> jax.Array:
+        return jnp.tile(field, (num_slots,) + (1,) * field.ndim)
 
     sampling = None
     if defaults is not None:

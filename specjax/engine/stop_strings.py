@@ -2,8 +2,9 @@
 
     token ids -> `TextStream` -> text that is final -> `StoppedText` -> text without a stop string
 
-A run is a sequence of tokens such as "<0x0A>" of a ByteFallback decoder, each of which is a byte.
-The decoder writes a run as UTF-8; one wrong byte turns all of its characters into U+FFFD.
+A run is a sequence of tokens such as "<0x0A>", each of which is a byte; decoders with ByteFallback
+have them. The decoder writes a run as UTF-8. One wrong byte turns all of its characters into
+U+FFFD, so a run is final only when another token follows.
 """
 
 import functools
@@ -49,8 +50,8 @@ class TextStream:
       context: tokens before the text, which are not returned.
 
     Attributes:
-      ahead: the characters that the last token completed in a run, not yet returned. None if the
-        last token is no part of a run.
+      completed: the characters that the last token completed in a run, not yet returned. None if
+        the last token is no part of a run.
     """
 
     def __init__(self, tokenizer: Tokenizer, context: list[int]) -> None:
@@ -62,20 +63,21 @@ class TextStream:
             self._decode_ids = functools.partial(
                 tokenizer.decode, clean_up_tokenization_spaces=False
             )
-        # Results of `_read` for tokens of at most one character.
-        self._known: dict[int, tuple[str | None, bytes | None]] = {}
-        # None after `read_context`, which may raise, so that the constructor does not call it.
+        # Token -> result of `_read`, for tokens of at most one character.
+        self._tokens: dict[int, tuple[str | None, bytes | None]] = {}
+        # None after `read_context`. That may raise, so the constructor does not call it.
         self._context: list[int] | None = context
-        self.ahead: str | None = None
-        # Tokens that are decoded with the next one; the text of the first `_num_settled` is final.
+        self.completed: str | None = None
+        # The last tokens, which are decoded again with the next one. The text of the first
+        # `_num_settled` is final, so that they are dropped once the next text is final, too.
         self._ids: list[int] = []
         self._num_settled = 0
-        # The part of their text that was returned, or belongs to the context.
-        self._shown = ""
-        # Most U+FFFD at the end of the text that may still become a character.
+        # The part of the text of `_ids` that was returned, or belongs to the context.
+        self._returned = ""
+        # Most U+FFFD at the end of the text that later tokens may still make a character.
         self._max_held = _MAX_BYTES
-        # Bytes of the character that a run has begun; None if the run is not UTF-8.
-        self._begun: bytes | None = b""
+        # Bytes of a run's last character so far; None if the run is not UTF-8.
+        self._character: bytes | None = b""
 
     def read_context(self) -> None:
         """Decodes the end of the context, from a run's beginning on; only at the first call."""
@@ -88,7 +90,7 @@ class TextStream:
             if self._read(token_id)[0] is not None:
                 ids.append(token_id)
         self._ids, self._num_settled = ids[::-1], len(ids)
-        self._shown = self._decode(self._ids)
+        self._returned = self._decode(self._ids)
         for token_id in self._ids:
             self._follow_run(self._read(token_id)[1])
         self._context = None
@@ -96,11 +98,11 @@ class TextStream:
     def feed(self, token_id: int) -> str:
         """Adds a token and returns the text that is final now, perhaps none."""
         self.read_context()
-        was_run = self.ahead is not None
+        was_run = self.completed is not None
         text, byte = self._read(token_id)
         if text is None:
             # A token without text, such as a special one, does not end a run.
-            self.ahead = "" if was_run else None
+            self.completed = "" if was_run else None
             return ""
         if byte is not None or was_run:
             self._follow_run(byte)
@@ -121,13 +123,13 @@ class TextStream:
         return self._decode_ids(ids, skip_special_tokens=True)
 
     def _read(self, token_id: int) -> tuple[str | None, bytes | None]:
-        """Returns the text of a token alone, and its byte in a run.
+        """Returns the text of a token decoded alone, and its byte if it is part of a run.
 
         The text is None if the token writes nothing, even after another one. The byte is None if
         the token is no part of a run.
         """
-        if token_id in self._known:
-            return self._known[token_id]
+        if token_id in self._tokens:
+            return self._tokens[token_id]
         text: str | None = self._decode([token_id])
         if text and len(text) > 1:
             return text, None
@@ -136,54 +138,55 @@ class TextStream:
             text = None
         name = None if self._name_of is None else self._name_of(token_id)
         escaped = BYTE_TOKEN.fullmatch(name or "")
-        self._known[token_id] = text, None if escaped is None else bytes.fromhex(escaped[1])
-        return self._known[token_id]
+        self._tokens[token_id] = text, None if escaped is None else bytes.fromhex(escaped[1])
+        return self._tokens[token_id]
 
     def _follow_run(self, byte: bytes | None) -> None:
-        """Sets `ahead` after a token with text; its byte is None outside of a run."""
+        """Sets `completed` after a token with text, whose byte is None outside of a run."""
         if byte is None:
-            self.ahead, self._begun = None, b""
+            self.completed, self._character = None, b""
             return
         # A run is decoded by itself: its bytes complete no character before it.
-        self.ahead, self._max_held = "", 0
-        if self._begun is None:
+        self.completed, self._max_held = "", 0
+        if self._character is None:
             return
-        self._begun += byte
+        self._character += byte
         try:
-            self.ahead = self._begun.decode()
-            self._begun = b""
+            self.completed = self._character.decode()
+            self._character = b""
         except UnicodeDecodeError as error:
             if error.reason != "unexpected end of data":
-                self._begun = None
+                self._character = None
 
     def _take(self, last: str | None = None) -> str:
-        """Returns the new text, without an incomplete character at its end.
+        """Returns the text of `_ids` after what was returned, but for an incomplete character.
 
         Args:
           last: the text of the last token alone; None decodes it again.
         """
         text = self._decode(self._ids)
         num_held = min(self._max_held, len(text) - len(text.rstrip("\ufffd")))
-        waits = num_held > 0 and len(self._ids) <= _MAX_TOKENS
-        num_same = len(self._shown)
-        if not text.startswith(self._shown):
-            if waits:
-                # An incomplete character of the context changes, or a run without token names.
+        is_incomplete = num_held > 0 and len(self._ids) <= _MAX_TOKENS
+        num_same = len(self._returned)
+        if not text.startswith(self._returned):
+            if is_incomplete:
+                # Returned text may change only in an incomplete character of the context, or in a
+                # run if the tokenizer does not name its tokens.
                 return ""
-            pairs = zip(self._shown, text, strict=False)
+            pairs = zip(self._returned, text, strict=False)
             num_same = len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))
         num_final = len(text) - num_held
         piece = text[num_same:num_final]
         if piece:
-            self._shown = text[:num_final]
-        if waits:
+            self._returned = text[:num_final]
+        if is_incomplete:
             return piece
-        # Later tokens cannot change text before the held part: from now on it is context.
-        num_left = max(0, len(text) - len(self._shown))
+        # Later tokens cannot change this text: the last tokens are kept as context of the next.
+        num_left = max(0, len(text) - len(self._returned))
         self._ids = self._ids[-_NUM_CONTEXT if num_held else self._num_settled :] or self._ids
         self._num_settled = 0 if num_held else len(self._ids)
         text = self._decode(self._ids) if last is None or len(self._ids) > 1 else last
-        self._shown = text[: len(text) - num_left]
+        self._returned = text[: len(text) - num_left]
         return piece
 
 
@@ -215,8 +218,9 @@ class StoppedText:
     def __init__(self, tokenizer: Tokenizer, context: list[int], stop: tuple[str, ...]) -> None:
         self._stream = TextStream(tokenizer, context)
         self._stops = _make_automaton(stop)
-        # The automaton's nodes after the text, and after the text with `TextStream.ahead`.
-        self._node = self._ahead = 0
+        # The automaton's nodes after the text, and after the text with `TextStream.completed`.
+        self._node = self._completed_node = 0
+        # The end of the text that may begin a stop string, not yet in `text`.
         self._held = ""
         self.text = ""
         self.stopped = False
@@ -230,13 +234,13 @@ class StoppedText:
         if self.stopped:
             return ""
         text = self._stream.feed(token_id)
-        piece, ahead = self._release(text), self._stream.ahead
+        piece, completed = self._release(text), self._stream.completed
         if text:
-            self._ahead = self._node
-        if self.stopped or ahead is None:
+            self._completed_node = self._node
+        if self.stopped or completed is None:
             return piece
-        # If the text ended here, the run's characters would be part of it.
-        self._ahead, _, size = self._stops.find(self._ahead, ahead)
+        # A stop string may end in the run's characters. Then the run is final as it is.
+        self._completed_node, _, size = self._stops.find(self._completed_node, completed)
         return piece + self._release(self._stream.flush()) if size else piece
 
     def flush(self) -> str:
@@ -249,11 +253,12 @@ class StoppedText:
         return piece + held
 
     def _release(self, text: str) -> str:
+        """Adds final text, and returns what is no beginning of a stop string."""
         held = self._held + text
         self._node, num_read, size = self._stops.find(self._node, text)
         if size:
             self.stopped = True
-            # The text ends before the stop string that is complete first; of several, the longest.
+            # The text ends before the stop string that ends first; of those, before the longest.
             piece, self._held = held[: len(self._held) + num_read - size], ""
         else:
             num_shown = len(held) - self._stops.depths[self._node]
@@ -263,13 +268,13 @@ class StoppedText:
 
 
 class _StopAutomaton(NamedTuple):
-    """Finds the first of several strings in a text, and reads each character once.
+    """Finds the first of several strings in a text, and reads each character once (Aho-Corasick).
 
-    A node is the longest suffix of the text read so far that is a prefix of one of the strings.
-    Node 0 is the empty prefix.
+    A node is a prefix of one of the strings: the longest that the text read so far ends with.
+    Node 0 is the empty prefix. Lists are indexed by node.
 
     Attributes:
-      children: of each node, the node that a character leads to.
+      children: of each node, character -> the node that is one character longer.
       shorter: of each node, the node of its longest shorter suffix (the failure link).
       depths: of each node, its number of characters.
       sizes: of each node, the size of the longest string that ends there; 0 for none.
@@ -290,10 +295,11 @@ class _StopAutomaton(NamedTuple):
         return self.children[node].get(character, 0)
 
     def find(self, node: int, text: str) -> tuple[int, int, int]:
-        """Reads text up to the end of the first string in it.
+        """Reads text from a node on, up to the end of the first string in it.
 
         Returns:
-          The node after it, the number of characters read, and the string's size; 0 for none.
+          The node after it, the number of characters read, and the string's size, 0 if the text
+          has none.
         """
         if not self.children[0]:
             return 0, len(text), 0
@@ -319,7 +325,7 @@ def _make_automaton(strings: tuple[str, ...]) -> _StopAutomaton:
                 automaton.sizes.append(0)
             node = automaton.children[node][character]
         automaton.sizes[node] = len(string)
-    # Nodes in the order of their depths: the links of shorter ones are known then.
+    # In the order of their depths, since a node's link is found by those of shorter nodes.
     nodes = list(automaton.children[0].values())
     for node in nodes:
         for character, child in automaton.children[node].items():

@@ -1,4 +1,10 @@
-"""Checks a submitted request: data of fixed shapes for the device, or a sentence of refusal."""
+"""Checks the arguments of `Engine.submit`, and makes the request.
+
+    Submission -> check_request -> CheckedRequest -> make_request -> Request
+
+A wrong argument raises. A prompt that is empty, too long or has unknown ids makes a request that
+has ended as "refused".
+"""
 
 import math
 from collections.abc import Iterable
@@ -30,11 +36,11 @@ MAX_STOP_IDS = 16
 
 
 class EngineLimits(NamedTuple):
-    """Engine limits that requests are checked against.
+    """Limits of an engine, against which requests are checked.
 
     Attributes:
       max_length: S.
-      vocab_size: of the target.
+      vocab_size: V.
       sampling: the fields that requests may set, without a batch axis; None for none.
       tokenizer: the engine's, or None.
       takes_matchers: whether requests may have matchers.
@@ -61,11 +67,11 @@ class Submission(NamedTuple):
 
 
 class CheckedRequest(NamedTuple):
-    """A request as it was submitted, checked.
+    """A submission, checked and as arrays; `submit_samples` makes several requests of one.
 
     Attributes:
       token_ids: the prompt, i32[L].
-      settings: its data for the device.
+      settings: data for the device, of the same shapes for all requests.
       stop: the stop strings.
       error: a sentence why the request is refused, or None.
       matched: a matcher that has read nothing, or None.
@@ -79,7 +85,7 @@ class CheckedRequest(NamedTuple):
 
 
 def check_request(submission: Submission, limits: EngineLimits) -> CheckedRequest:
-    """Returns a submission as data of fixed shapes and dtypes.
+    """Returns a submission checked, its data in the engine's shapes and dtypes.
 
     Raises:
       ValueError: for an argument that `Engine.submit` does not take.
@@ -112,7 +118,7 @@ def check_request(submission: Submission, limits: EngineLimits) -> CheckedReques
 
 
 def make_request(checked: CheckedRequest, limits: EngineLimits, stepper: Stepper) -> Request:
-    """Returns the request; it has ended if it is refused.
+    """Returns a request, which has ended already if its prompt is refused.
 
     Args:
       checked: from `check_request`.
@@ -120,7 +126,7 @@ def make_request(checked: CheckedRequest, limits: EngineLimits, stepper: Stepper
       stepper: as in `Request`.
     """
     ids, tokenizer = checked.token_ids.tolist(), limits.tokenizer
-    # A tokenizer cannot decode ids that it does not have.
+    # Ids of a refused prompt may be outside the tokenizer's vocabulary.
     context = ids if checked.error is None else []
     text = None if tokenizer is None else StoppedText(tokenizer, context, checked.stop)
     max_new_tokens = int(checked.settings.max_lengths) - len(ids)
@@ -191,7 +197,7 @@ def _check_matcher(matcher: Matcher, limits: EngineLimits) -> MatchedText:
 
 
 def drop_batch_axis(sampling: SamplingParams | None) -> SamplingParams | None:
-    """Returns the fields of one request without a batch axis; None for no field.
+    """Returns sampling fields of one request without a batch axis; None if it sets none.
 
     Example:
       >>> fields = drop_batch_axis(SamplingParams(top_k=0, bias=np.zeros(3)))
@@ -201,15 +207,15 @@ def drop_batch_axis(sampling: SamplingParams | None) -> SamplingParams | None:
     if sampling is None:
         return None
     sampling = read_sampling(sampling, 1)
-    rows = {
+    arrays = {
         name: value[0] if value.ndim > FIELDS[name].rank else value
         for name, value in _arrays_of(sampling).items()
     }
-    return SamplingParams(**rows, grammar=sampling.grammar) if rows else None
+    return SamplingParams(**arrays, grammar=sampling.grammar) if arrays else None
 
 
 def _arrays_of(sampling: SamplingParams) -> dict[str, np.ndarray]:
-    """Returns the fields that are not None, by name, without the grammar that requests share."""
+    """Returns name -> value of the fields that are set, without the grammar: requests share it."""
     fields = sampling._replace(grammar=None)._asdict().items()
     return {name: np.asarray(value) for name, value in fields if value is not None}
 
@@ -217,7 +223,7 @@ def _arrays_of(sampling: SamplingParams) -> dict[str, np.ndarray]:
 def _check_sampling(
     sampling: SamplingParams | None, defaults: SamplingParams | None
 ) -> SamplingParams | None:
-    """Returns the request's fields without a batch axis; the engine's where it sets none.
+    """Returns each field of the engine without a batch axis, as the request or the engine sets it.
 
     The grammar is left out: requests share the engine's.
 

@@ -380,7 +380,7 @@ MUTATIONS = (
     ),
     Mutation(
         "specjax.engine.stop_strings.StoppedText.feed",
-        "self._ahead = self._node",
+        "self._completed_node = self._node",
         "pass",
         text_streams(_STOPS_AT_ONCE),
         "a run of bytes completes no stop string that began before it",
@@ -388,18 +388,18 @@ MUTATIONS = (
     Mutation(
         "specjax.engine.stop_strings.TextStream._follow_run",
         """            if error.reason != "unexpected end of data":
-                self._begun = None
+                self._character = None
 """,
         """            if error.reason != "unexpected end of data":
-                self._begun = b""
+                self._character = b""
 """,
         text_streams(_STOPS_AT_ONCE),
         "a run that is no text is looked through for stop strings",
     ),
     Mutation(
         "specjax.engine.stop_strings.TextStream._follow_run",
-        'self.ahead, self._max_held = "", 0',
-        'self.ahead = ""',
+        'self.completed, self._max_held = "", 0',
+        'self.completed = ""',
         text_streams(_WHOLE),
         "a run of bytes is cut, and becomes text that it is not",
     ),
