@@ -20,7 +20,7 @@ class Finish:
 
 
 class Origin:
-    """Origins of a token; 0 is the prompt."""
+    """How a token came to be committed; 0 is the prompt."""
 
     ACCEPTED = 1
     RECOVERED = 2
@@ -63,7 +63,7 @@ def commit(
 
     Args:
       token_ids: i32[B, L], committed tokens.
-      lengths: i32[B], how many tokens of each row are committed.
+      lengths: i32[B], how many of each request's tokens are committed.
       verification: `Verification` of the step.
       eos_token_ids: int, ints or i32[E], tokens that end a request; they are committed.
       max_lengths: i32[B], at most L. None is L.
@@ -108,7 +108,7 @@ def append_emitted(
     """Implements `commit` for checked arrays."""
     emitted, counts = verification.token_ids, verification.num_emitted
     index = jnp.arange(emitted.shape[1], dtype=jnp.int32)[None]
-    # [E] of the batch, or [B, E] where each request has its own.
+    # [E] for the batch, or [B, E] where each request has its own, to compare with [B, K + 1, 1].
     eos_token_ids = jnp.expand_dims(eos_token_ids, 1 if eos_token_ids.ndim == 2 else (0, 1))
     is_eos = jnp.any(emitted[..., None] == eos_token_ids, axis=-1)
     is_eos &= index < counts[:, None]
@@ -121,6 +121,7 @@ def append_emitted(
     finish_cases = [
         (first_eos < counts, Finish.END_OF_SEQUENCE),
         (new_lengths >= limit, Finish.LENGTH),
+        # A valid request emits one token besides the accepted ones.
         (verification.num_emitted == verification.num_accepted, Finish.INVALID),
     ]
     conditions, reasons = zip(*finish_cases, strict=True)

@@ -1,7 +1,10 @@
 """Drafts for the next step: at most K tokens of each request.
 
-Where K is adaptive, a step for which no request drafts does not run the drafter. It then reads the
-committed tokens that it missed before it drafts again.
+    draft_next -> draft_budget: how many tokens each request may draft
+               -> run_draft -> propose_draft: the drafter's own `propose`, and a check
+
+Where K is adaptive, the drafter does not run for a step in which no request drafts. Before it
+drafts again, `run_draft` lets it read the committed tokens that it missed.
 """
 
 import functools
@@ -36,14 +39,14 @@ def draft_next(
     info: StepInfo,
     options: StepOptions,
 ) -> DecodeState:
-    """Returns the state with the draft that the next step verifies.
+    """Returns the state with the draft that the next step verifies; the last call of a step.
 
     Args:
-      drafter: as in `run_step`.
+      drafter: a drafter or None.
       state: after the commit of the step.
       rows: of the step.
       info: of the step.
-      options: of the step.
+      options: as in `run_step`.
     """
     num_tokens = draft_budget(drafter, state, options.config)
     state = state._replace(draft=state.draft.replace(num_tokens=num_tokens))
@@ -65,7 +68,7 @@ def draft_next(
 def draft_budget(
     drafter: Drafter | None, state: DecodeState, config: SpeculativeConfig
 ) -> jax.Array:
-    """Returns how many tokens each request drafts next at most, i32[B]; -1 if it ended."""
+    """Returns the most tokens that each request may draft next, i32[B]; -1 if it ended."""
     is_active, k = state.finish == 0, 0 if drafter is None else config.num_speculative_tokens
     # A step always emits one token besides the accepted drafts.
     num_tokens = jnp.clip(state.settings.max_lengths - state.lengths - 1, 0, k)
@@ -78,10 +81,10 @@ def run_draft(
     """Runs the drafter for at most `state.draft.num_tokens` tokens of each request.
 
     Args:
-      drafter: as in `run_step`.
-      state: after the commit of a step, with the budget.
+      drafter: a drafter.
+      state: after the commit of a step; the draft has the budget as its `num_tokens`.
       hidden: [B, D], the target's hidden states that decided the last tokens.
-      options: of the step.
+      options: as in `run_step`.
     """
     num_tokens = state.draft.num_tokens
     assert num_tokens is not None
@@ -104,7 +107,8 @@ def _read_missed(
 ) -> Any:
     """Returns the drafter's state after the committed tokens from `num_read` i32[B] on.
 
-    The last token is not read. The first column of a chunk is the token before it, at position -1.
+    The last token is not read: every proposal reads it. The first column of a chunk is the token
+    before the chunk, at position -1, which is not read again.
     """
     if drafter.reads_features or not reads_chunks(drafter_state):
         return drafter_state
@@ -130,15 +134,16 @@ def discard_incompatible_draft(
 ) -> DecodeState:
     """Returns the state without its pending draft if this config makes drafts of other structure.
 
-    Another method drew that draft: it has other fields, or was drawn on another stream. Tokens
-    drawn with the target's noise bias the output of every method but "coupled". The program of a
-    state that this config began holds nothing of this.
+    `step` may be called with another method than drew that draft. Then the draft has other fields,
+    or was drawn on another stream. Tokens drawn with the target's noise bias the output of every
+    method but "coupled". This is decided while the step is traced, and adds nothing to the program
+    of a draft that fits.
 
     Args:
-      drafter: as in `run_step`.
+      drafter: a drafter or None.
       state: before verification.
-      hidden: [B, D], of any token.
-      options: of the step.
+      hidden: [B, D], of which only the shape and the dtype are read.
+      options: as in `run_step`.
     """
     if drafter is None:
         return state
@@ -164,8 +169,17 @@ def propose_draft(
 ) -> tuple[Draft, Any]:
     """Returns a checked draft of at most `max_tokens` i32[B] tokens, and the drafter's state.
 
-    The first step needs the shapes of a draft before one is made. Because this function is compiled
-    by itself, it is traced once for the shapes and for the steps.
+    `begin_prefill` needs the shapes of a draft before one is made. Because this function has a
+    `jit` of its own, it is traced once for the shapes and for the steps.
+
+    Args:
+      drafter: a drafter.
+      drafter_state: its state.
+      text: the committed tokens.
+      hidden: as in `run_draft`.
+      settings: of the requests.
+      max_tokens: i32[B], the budgets, -1 for a request that does not draft.
+      options: as in `run_step`.
     """
     sampling = draft_sampling(settings.sampling)
     inputs = DraftInputs(
@@ -186,7 +200,7 @@ def propose_draft(
         implementation=options.implementation,
     )
     draft = check_draft(draft)
-    # Only the loop ends requests, and no draft is longer than a request has tokens left.
+    # A drafter's -1 ends no request, and a draft beyond the budget is cut.
     num_drafted = num_valid_drafts(draft.token_ids, draft.num_tokens)
     num_tokens = jnp.minimum(jnp.maximum(num_drafted, 0), max_tokens)
     return draft.replace(num_tokens=num_tokens), drafter_state

@@ -42,7 +42,7 @@ def default_chunk_size(num_prompts: int = 1) -> int:
 class LoopOptions:
     """Options of a decode loop, the same for all its requests. Hashable Python values.
 
-    The call that takes them checks them.
+    They are checked by `generate`, `init` and the others that take them.
 
     Attributes:
       max_length: S, the tokens of a request that the buffers and caches have room for, a Python
@@ -85,27 +85,28 @@ class StepOptions:
     Attributes:
       config: from `SpeculativeConfig.compile_key`.
       implementation: a resolved one if the caller named one, else None.
-      row_buckets: numbers of drafted tokens, besides 0 and K, for which a step of adaptive K has a
-        copy of the target's layers.
+      draft_buckets: numbers of drafted tokens, besides 0 and K, for which a step of adaptive K has
+        a copy of the target's layers.
     """
 
     config: SpeculativeConfig
     implementation: Implementation | None
-    row_buckets: tuple[int, ...] = ()
+    draft_buckets: tuple[int, ...] = ()
 
     def num_rows(self, drafter: object) -> int:
-        """Returns K + 1, the rows of a step; 1 where the drafter is None."""
+        """Returns K + 1, the logits rows of a step; 1 where the drafter is None."""
         return 1 if drafter is None else 1 + self.config.num_speculative_tokens
 
 
 @dataclasses.dataclass(frozen=True)
 class StaticOptions:
-    """Checked options of the programs of a loop, a static argument of `jit`.
+    """Checked options of a prefill and the steps after it, a static argument of `jit`.
 
     Attributes:
       step: the options of each step.
       chunk_size: most tokens of a request's prompt that the models read at once.
-      reads_last: whether the target's prefill reads the last token of each prompt, too.
+      reads_last: whether the target's prefill reads the last token of each prompt, too: True for
+        `init`, False for `generate`, whose first step reads it.
     """
 
     step: StepOptions
@@ -114,6 +115,11 @@ class StaticOptions:
 
 
 def check_capacity(options: Any, why: str) -> int:
-    """Returns the `max_length` of options, where it is needed; the error ends with `why`."""
+    """Returns the `max_length` of options, for a caller that needs one.
+
+    Args:
+      options: a caller's, unchecked.
+      why: what the length is for, said in the error.
+    """
     check_type("options", options, LoopOptions, "specjax.LoopOptions(...)")
     return check_count("max_length", options.max_length, 2, why)

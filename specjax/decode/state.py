@@ -1,4 +1,9 @@
-"""The types of the decode loop: `RequestBatch` and `Settings`, `DecodeState`, `StepInfo`."""
+"""The types of the decode loop, pytrees that its programs take and return.
+
+RequestBatch    prompts and `Settings`, before the prefill
+DecodeState     what the prefill returns, and each step takes and returns
+StepInfo        what a step returns besides
+"""
 
 from typing import Any, NamedTuple
 
@@ -17,7 +22,7 @@ __all__ = ["DecodeState", "RequestBatch", "Settings", "StepInfo"]
 
 
 class Settings(NamedTuple):
-    """Arrays that stay as they are from step to step; other values do not recompile.
+    """Parameters of the requests, which no step changes; other values do not recompile.
 
     Attributes:
       keys: typed threefry keys, [B].
@@ -29,8 +34,9 @@ class Settings(NamedTuple):
       conditional_rates: f32[K] of synthetic acceptance, or None.
       sampling: `SamplingParams` of the requests, or None.
       logprobs: which log-probabilities are listed, or None.
-      k_by_rate: i32[65], how many tokens are drafted at each acceptance rate. Where all requests
-        draft one number: f32[65, K + 1], the tokens per cost of each number. None if K is fixed.
+      k_by_rate: a table of `adaptive_k`; None if K is fixed. i32[65]: the tokens that a request
+        drafts at each acceptance rate 0, 1/64, ..., 1. Or f32[65, K + 1], where all requests draft
+        one number: the expected tokens per cost of each number at each rate.
     """
 
     keys: jax.Array
@@ -48,9 +54,9 @@ class RequestBatch(NamedTuple):
     """The requests of a batch before anything is read; data, so that other values do not recompile.
 
     Attributes:
-      token_ids: i32[B, S], each row begins with a prompt; what follows it is ignored.
+      token_ids: i32[B, S], prompts, padded at the end with any ids.
       lengths: i32[B], tokens of each prompt.
-      settings: keys [B] or (), temperature [B] or ().
+      settings: of the requests. Here `keys` and `temperature` may have the shape (), too.
     """
 
     token_ids: jax.Array
@@ -63,7 +69,7 @@ class DecodeState(NamedTuple):
 
     Attributes:
       token_ids: i32[B, S], committed tokens, then -1.
-      lengths: i32[B], how many tokens of each row are committed.
+      lengths: i32[B], committed tokens of each request, of which the prompt's are the first.
       logprobs: f32[B, S], log p of each generated token, 0 elsewhere.
       origins: i8[B, S], 0 for the prompt and padding, else one of `Origin`.
       finish: i8[B], 0 for a request that goes on, else one of `Finish`.
@@ -71,7 +77,7 @@ class DecodeState(NamedTuple):
       target_cache: the target's cache.
       drafter_state: the drafter's state, None without a drafter.
       metrics: `Metrics` of all steps so far.
-      settings: keys, temperatures, maximum lengths.
+      settings: keys, temperatures and other parameters of the requests.
       counts: `TokenCounts` of the committed tokens, None without penalties.
       top_logprobs: `TopLogprobs` [B, S, ...] of the generated tokens, -1 and 0 elsewhere; None if
         none are listed.
@@ -108,11 +114,9 @@ class DecodeState(NamedTuple):
 class StepInfo(NamedTuple):
     """The outcome of one step's verification.
 
-    A verification goes on past the end of a text. The state and its metrics hold committed tokens
-    alone.
-
     Attributes:
-      verification: `Verification` of the step.
+      verification: `Verification` of the step. Its tokens may go on past the end of a text, where
+        the state's do not.
       num_drafted: i32[B], drafted tokens of each request, -1 for an inactive one.
     """
 

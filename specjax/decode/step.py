@@ -151,7 +151,7 @@ def compute_rows(
 
     # Where K is adaptive, `score` is compiled for several k. The smallest that holds the batch's
     # longest draft runs, and its rows are padded with zeros to K + 1.
-    cache, rows = run_smallest_k(state, score, state.target_cache, options.row_buckets)
+    cache, rows = run_smallest_k(state, score, state.target_cache, options.draft_buckets)
     state = state._replace(target_cache=cache)
     # Of the hidden states [B, D], only the shape and the dtype are read.
     return discard_incompatible_draft(drafter, state, rows.hidden[:, 0], options), rows

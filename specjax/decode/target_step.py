@@ -2,7 +2,8 @@
 
     last token, draft -> target -> hidden states -> logits -> sampling rules -> `TargetRows`
 
-Row i decides the token after the i first drafted ones, and row K the bonus token.
+A row is one position of a request. Row i decides the token after the first i drafted ones, and
+row K the bonus token. `step.compute_rows` and `prefill` call these functions.
 """
 
 import functools
@@ -42,18 +43,19 @@ __all__ = [
 
 
 class TargetRows(NamedTuple):
-    """The target's output in K + 1 positions.
+    """The target's outputs at the K + 1 positions of a step, or at the first k + 1 of them.
 
     Where K is adaptive, rows after the longest draft of the batch are not computed, and are zeros.
 
     Attributes:
       hidden: [B, K + 1, D], hidden states.
-      features: [B, K + 1, A * D] of the drafter's A taps, or None without any.
-      raw_logits: [B, K + 1, V] of the model, or None where they are not listed.
+      features: [B, K + 1, A * D], the target's states after the A layers that the drafter taps;
+        None without taps.
+      raw_logits: [B, K + 1, V] of the model, if raw log-probabilities are listed; else None.
       logits: [B, K + 1, V] after the rules of the sampling parameters.
       cutoff: f32[B, K + 1], logits below which no token is sampled; or None.
-      split: the split of the vocabulary, where `logits` are [B, K + 1, N * W] of
-        `Model.split_logits`; or None.
+      split: how the vocabulary lies over devices, if `logits` are [B, K + 1, N * W] from
+        `Model.split_logits`; else None.
       placement: the target's, or None.
     """
 
@@ -73,14 +75,14 @@ def score_hidden(
     hidden: jax.Array,
     features: jax.Array | None,
 ) -> TargetRows:
-    """Returns the rows of hidden states.
+    """Returns the rows that hidden states give: their logits, after the sampling rules.
 
     Args:
       target: as in `run_step`.
       state: before the step.
-      implementation: as in `run_step`.
-      hidden: [B, k + 1, D], hidden states of the last token and of k drafted ones.
-      features: of the drafter's taps, or None.
+      implementation: of the cutoffs, as in `StepOptions`.
+      hidden: [B, k + 1, D], hidden states of the last token and of the first k drafted ones.
+      features: [B, k + 1, A * D] of the drafter's taps, or None.
     """
     settings, num_rows = state.settings, hidden.shape[1]
     raw, split = _raw_logits(target, settings, hidden)
@@ -95,7 +97,10 @@ def score_hidden(
 def _raw_logits(
     target: Model, settings: Settings, hidden: jax.Array
 ) -> tuple[jax.Array, VocabularySplit | None]:
-    """Returns logits and how they lie: split if the model can and verification alone reads them."""
+    """Returns logits [B, k + 1, V] and None, or logits split over devices and their split.
+
+    They are split if the model can, and if verification alone reads them.
+    """
     if target.split_logits is None or (settings.sampling, settings.logprobs) != (None, None):
         return _whole_logits(target, hidden), None
     vocab_size = jax.eval_shape(target.logits, target.params, hidden).shape[-1]
@@ -108,10 +113,10 @@ def _raw_logits(
 def apply_model(
     model: Model, token_ids: jax.Array, positions: jax.Array, cache: Any, taps: tuple[int, ...] = ()
 ) -> tuple[jax.Array, jax.Array | None, Any]:
-    """Returns the hidden states of tokens, their features, and the cache after them.
+    """Returns the hidden states [B, C, D] of tokens i32[B, C], their features, and the cache.
 
-    Without taps it calls `model.apply`, and features are None. `jax.jit` lets one trace serve both
-    the shapes of the outputs and the outputs.
+    Features are [B, C, A * D] of A taps, or None without taps. `jax.jit` lets one trace serve the
+    shapes of the outputs, which `prefill` asks for first, and the outputs.
     """
     operands = (model.params, token_ids, positions, cache)
     if not taps:
@@ -130,21 +135,23 @@ def apply_model(
 
 
 def vocabulary_size(target: Model, size: int, num_rows: int, max_length: int) -> int:
-    """Returns V of the target's logits. `prefill` reuses what is traced for it.
+    """Returns V of the target's logits, of which only shapes are computed.
+
+    `prefill` reuses what is traced for it, if the sizes are those of the loop.
 
     Args:
       target: a `Model`.
       size: B.
-      num_rows: rows of a step.
+      num_rows: K + 1.
       max_length: S.
     """
     sizes = {"size": size, "num_rows": num_rows, "max_length": max_length}
     if target.placement is None:
         return _vocabulary_size(kind_of_model(target), **sizes)
-    rows = with_auto_axes(
+    logits = with_auto_axes(
         functools.partial(_logits.eval_shape, **sizes), target.placement, target, like=()
     )
-    vocab_size: int = rows.shape[-1]
+    vocab_size: int = logits.shape[-1]
     return vocab_size
 
 
@@ -157,8 +164,8 @@ def _vocabulary_size(target: Kind, **sizes: int) -> int:
 
 @functools.partial(jax.jit, static_argnames=("size", "num_rows", "max_length"))
 def _logits(target: Model, *, size: int, num_rows: int, max_length: int) -> jax.Array:
-    rows = jnp.zeros((size, num_rows), jnp.int32)
-    hidden, *_ = apply_model(target, rows, rows, target.init_cache(size, max_length))
+    zeros = jnp.zeros((size, num_rows), jnp.int32)
+    hidden, *_ = apply_model(target, zeros, zeros, target.init_cache(size, max_length))
     return _whole_logits(target, hidden)
 
 
@@ -180,7 +187,14 @@ def _check_settings(settings: Settings, vocab_size: int) -> None:
 def _apply_sampling(
     state: DecodeState, drafted: jax.Array, logits: jax.Array, implementation: Implementation
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Returns the logits after the sampling rules, and the cutoffs of the filters."""
+    """Returns the logits [B, k + 1, V] after the sampling rules, and the filters' cutoffs.
+
+    Args:
+      state: before the step.
+      drafted: i32[B, k], the tokens before each row, which the rules count.
+      logits: [B, k + 1, V] of the model.
+      implementation: of the cutoffs.
+    """
     settings = state.settings
     rules, filters = split_sampling(settings.sampling or SamplingParams())
     if has_row_masks(settings.sampling):
@@ -202,14 +216,15 @@ def count_rows(state: DecodeState) -> int:
 
 
 def count_drafted(state: DecodeState) -> jax.Array:
-    """Returns how many tokens the pending draft of each request has, i32[B]; -1 if it ended."""
+    """Returns the tokens of each request's pending draft, i32[B]; -1 for a request that ended."""
     return num_valid_drafts(state.draft.token_ids, state.draft.num_tokens)
 
 
 def step_inputs(state: DecodeState) -> tuple[jax.Array, jax.Array]:
-    """Returns the tokens that a step feeds and their positions, two i32[B, K + 1].
+    """Returns the tokens that a step feeds the target and their positions, two i32[B, K + 1].
 
-    A position of -1 is no token: it follows the draft of its request.
+    They are the last committed token and the draft. After the draft's end positions are -1, which
+    is no token.
     """
     last = gather_row(state.token_ids, state.lengths - 1)
     input_ids = jnp.concatenate([last[:, None], state.draft.token_ids], axis=1)
@@ -226,21 +241,22 @@ def run_smallest_k(
     operand: Any,
     buckets: tuple[int, ...] = (),
 ) -> tuple[Any, Any]:
-    """Returns `function` of the smallest k that holds every draft; of K where it is fixed.
+    """Returns the results of `function` for the smallest k that holds every draft of the batch.
+
+    Where K is fixed, k = K. Where it is adaptive, `function` is compiled for each of a few k.
 
     Args:
       state: before the step.
-      function: `(k, operand) -> (operand, arrays)`. It writes the operand in place; the arrays are
-        [B, k + 1, ...].
-      operand: for instance a cache.
-      buckets: as in `AdaptiveK.draft_sizes`.
+      function: `(k, operand) -> (operand, arrays)`, with arrays [B, k + 1, ...].
+      operand: for instance a cache, which is updated in place.
+      buckets: k besides 0 and K, as in `AdaptiveK.draft_sizes`.
 
     Returns:
-      The operand, and arrays [B, K + 1, ...]: zeros after row k.
+      The operand, and the arrays padded to [B, K + 1, ...] with zeros.
     """
     num_drafted, num_rows = count_drafted(state), count_rows(state)
     *sizes, k = state.k_policy.draft_sizes(num_rows - 1, buckets)
-    if not sizes:
+    if not sizes:  # K is fixed.
         return function(k, operand)
     shapes = jax.eval_shape(functools.partial(function, k), operand)[1]
 
@@ -267,7 +283,7 @@ def _pad_rows(rows: jax.Array, num_rows: int) -> jax.Array:
 
 
 def gather_row(values: jax.Array, index: jax.Array) -> jax.Array:
-    """Returns entry `index[b]` of row b: [B, L, ...] -> [B, ...]."""
-    return jax.vmap(lambda row, i: jax.lax.dynamic_index_in_dim(row, i, keepdims=False))(
+    """Returns `values[b, index[b]]` of each request b: [B, L, ...] -> [B, ...]."""
+    return jax.vmap(lambda value, i: jax.lax.dynamic_index_in_dim(value, i, keepdims=False))(
         values, index
     )

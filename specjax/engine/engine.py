@@ -118,7 +118,7 @@ class Engine:
         defaults = drop_batch_axis(sampling)
         num_rows = static.step.num_rows(drafter)
         # For adaptive K: a copy of the target's layers for half of K, besides those for 0 and K.
-        step_options = dataclasses.replace(static.step, row_buckets=(num_rows // 2,))
+        step_options = dataclasses.replace(static.step, draft_buckets=(num_rows // 2,))
         programs = make_programs(
             Models(target, drafter),
             _settings_of_slots(requests.settings, defaults, k_by_rate),
