@@ -1,18 +1,19 @@
-"""The number of tokens that a step drafts: K, or what a request's own past makes worth it.
+"""The number of tokens that a step drafts: K, or a k chosen by acceptance in past steps.
 
-A step asks the policy of its state, and need not know which kind that is:
+A step asks `DecodeState.k_policy`, and need not know which kind that is:
 
     FixedK     K tokens
     AdaptiveK  each request has its own k
     SharedK    all requests have one k, in an engine with `k_by_load`
 
-Counts of past steps give a request's acceptance rate, and a table gives k at each rate:
+Counts of past steps, `DraftHistory`, give a request's acceptance rate. A table, made once by
+`k_by_rate`, gives k at each rate:
 
     rate[b]  = (num_accepted[b] + prior) / (num_tested[b] + prior)      decayed counts of past steps
     speed[k] = (1 + rate + rate^2 + ... + rate^k) / step_costs[k]       expected tokens per cost
     k[b]     = argmax_k speed[k]
 
-A token is tested if all drafted before it in its step were accepted. The K of a step is decided
+A token is tested if all drafted before it in its step were accepted. The k of a step is decided
 before any of its tokens is drafted, so the output follows the target whatever is chosen. Rates are
 counted in integers and looked up: no rounding depends on the batch.
 
@@ -27,9 +28,11 @@ A request that drafts fewer than k' shortens no step. It drafts more only where 
 up for longer steps of all. The usual rate is the config's, else 0.55. Most drafts have a higher
 rate. But costs omit prompts that a drafter reads, and drafts that the ends of texts cut off.
 
-    shared k = argmax_k sum_b speed_b[k]
+With `k_by_load`, a table made by `throughput_by_rate` gives speed[k] of each rate, and
 
-A shared k follows past steps of the other requests, too. Each output still follows the target.
+    k = argmax_k sum_b speed_b[k]        over the active requests b
+
+depends on past steps of the other requests, too. Each output still follows the target.
 """
 
 from collections.abc import Callable
@@ -61,17 +64,17 @@ __all__ = [
 # Rates are looked up in 64ths, and tokens are counted in 1024ths.
 _NUM_RATES = 64
 _TOKEN = 1024
-# Counts lose a 128th in every step: a step counts half after 89 others.
+# Counts lose a 128th in every step: after 89 more, a step counts half.
 _DECAY_SHIFT = 7
-# The prior, as if 2.48 of 4 tokens had been accepted before the first step. On traces of the
-# embedded pair it gained most of the priors that lose at most 2 % where no draft is ever accepted.
+# The prior counts, as if 2.48 of 4 tokens had been accepted before the first step. Of the priors
+# that lose at most 2 % where no draft is accepted, this gained most on traces of the embedded pair.
 _PRIOR_TESTED = 4 * _TOKEN
 _PRIOR_ACCEPTED = 2540
 # Acceptance rate of tokens in the other slots of an engine, where the config has no usual rate.
 _USUAL_RATE = 0.55
 
 
-# How a drafter drafts, and how it reads tokens; both take and return its state.
+# The functions that `AdaptiveK.draft` is given; both take and return the drafter's state.
 _Propose = Callable[[Any, jax.Array], tuple[Draft, Any]]
 _Read = Callable[[Any, jax.Array], Any]
 
@@ -104,16 +107,16 @@ def init_history(table: Any, lengths: jax.Array) -> DraftHistory | None:
 
 
 class FixedK:
-    """Every request drafts K tokens. Arguments of the methods are as in `AdaptiveK`."""
+    """Every request drafts K tokens. `AdaptiveK` explains the methods and their arguments."""
 
     is_adaptive = False
 
     def budget(self, num_tokens: jax.Array, is_active: jax.Array) -> jax.Array:
-        """Returns `num_tokens`: as many as a text has room for."""
+        """Returns `num_tokens`, as many as each text has room for."""
         return num_tokens
 
     def draft_sizes(self, k: int, buckets: tuple[int, ...]) -> list[int]:
-        """Returns K, for which alone a step has a program."""
+        """Returns [K]: a step has a program for it alone."""
         return [k]
 
     def run_if_any(
@@ -187,8 +190,8 @@ class AdaptiveK:
         """Returns the draft of requests that draft; these first read the tokens that they missed.
 
         Args:
-          propose: `(state, num_tokens) -> (draft, state)`, with -1 tokens for a request that drafts
-            none.
+          propose: `(state, num_tokens) -> (draft, state)`; `num_tokens` is -1 for a request that
+            drafts none.
           read: `(state, num_read) -> state`, which reads the committed tokens after the first
             `num_read` i32[B], but for the last.
           state: the drafter's, before.
@@ -198,18 +201,18 @@ class AdaptiveK:
         Returns:
           The draft, the drafter's state and the history.
         """
-        drafts, history = num_tokens > 0, self.history
+        is_drafting, history = num_tokens > 0, self.history
         # Every proposal reads the last two tokens itself.
-        missed = drafts & (lengths - 1 - history.num_read > 1)
-        state = read(state, jnp.where(missed, history.num_read, lengths - 1))
-        # To the drafter a request that drafts nothing is an inactive one, alone or in a batch.
-        draft, state = propose(state, jnp.where(drafts, num_tokens, -1))
+        has_missed = is_drafting & (lengths - 1 - history.num_read > 1)
+        state = read(state, jnp.where(has_missed, history.num_read, lengths - 1))
+        # For the drafter, a request that drafts nothing is inactive, alone or in a batch.
+        draft, state = propose(state, jnp.where(is_drafting, num_tokens, -1))
         num_drafted = draft.num_tokens
         assert num_drafted is not None
-        draft = draft.replace(num_tokens=jnp.where(drafts, num_drafted, num_tokens))
+        draft = draft.replace(num_tokens=jnp.where(is_drafting, num_drafted, num_tokens))
         # The drafter has read all but the last token of its draft.
         num_read = lengths - 1 + jnp.maximum(num_drafted, 1)
-        history = history._replace(num_read=jnp.where(drafts, num_read, history.num_read))
+        history = history._replace(num_read=jnp.where(is_drafting, num_read, history.num_read))
         return draft, state, history
 
     def update(
@@ -220,8 +223,8 @@ class AdaptiveK:
         Args:
           num_drafted: i32[B], -1 for an inactive request.
           num_accepted: i32[B].
-          lengths: i32[B], committed tokens after the step. The last of them is no drafted one, so
-            the drafter has not read it.
+          lengths: i32[B], committed tokens after the step. The drafter has not read the last of
+            them, which is no drafted token.
         """
         history = self.history
         num_tested = num_accepted + (num_accepted < num_drafted).astype(jnp.int32)
@@ -261,8 +264,8 @@ def k_policy(table: Any, history: DraftHistory | None) -> FixedK | AdaptiveK:
 def cond_in_place(predicate: jax.Array, function: Callable[[Any], Any], operand: Any) -> Any:
     """Returns `function(operand)` where the predicate holds, else the operand.
 
-    A loop of at most one round: XLA writes into a loop's carry in place. It would copy the operands
-    of a conditional, which here hold caches.
+    It is a loop of at most one round, because XLA writes into a loop's carry in place. It would
+    copy the operands of `lax.cond`, which here hold caches.
     """
 
     def run(carry: Any) -> Any:
@@ -324,9 +327,9 @@ def _tokens_by_rate(config: SpeculativeConfig) -> Any:
 
 
 def constant_k(table: Any) -> int | None:
-    """Returns k if no rate that a request reaches changes it, else None.
+    """Returns k if it stays the same at every rate that a request can reach, else None.
 
-    A request that drafts nothing keeps its first rate.
+    If k is 0 at the prior's rate, no token is ever tested, and the rate stays.
 
     Args:
       table: from `k_by_rate` or `throughput_by_rate`.

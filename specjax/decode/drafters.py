@@ -1,4 +1,8 @@
-"""`Drafter`, and three of them: a smaller model, prompt lookup, functions of whole prompts."""
+"""`Drafter`, and three that make one: a smaller model, prompt lookup, functions of whole prompts.
+
+`models.heads` makes others. The loop calls `init` and `extend` in the prefill, then `propose` once
+per step; `extend` too, where the drafter reads features or has missed tokens.
+"""
 
 import dataclasses
 import functools
@@ -28,7 +32,8 @@ __all__ = [
 class Drafter:
     """A drafter: parameters and pure functions, a pytree like `Model`.
 
-    Axes: `B` requests, `S` tokens that the buffers have room for, `C` tokens given at once.
+    Axes: `B` requests, `S` tokens that the buffers have room for, `C` tokens given at once, `E`
+    hidden size of the target, `A` taps.
 
     Attributes:
       params: a pytree of arrays, possibly empty.
@@ -102,7 +107,10 @@ def model_drafter(model: Model) -> Drafter:
 
 @functools.lru_cache(maxsize=64)
 def _model_functions(init_cache: Any, apply: Any, logits: Any, placement: Any) -> Any:
-    """Returns the functions of a drafter; equal ones for equal models, to share programs."""
+    """Returns `init`, `extend` and `propose` of a drafter.
+
+    They are the same objects for models of the same functions, so that these share programs.
+    """
 
     def init(params: Any, batch_size: int, max_length: int) -> Any:
         return init_cache(batch_size, max_length)
@@ -131,6 +139,7 @@ def _model_functions(init_cache: Any, apply: Any, logits: Any, placement: Any) -
         assert num_tokens is not None
 
         def step(carry: Any, ids: jax.Array, at: jax.Array) -> tuple[jax.Array, Any]:
+            """Feeds a token i32[B] at its position i32[B]; in the first call the previous, too."""
             cache, *previous = carry
             ids, at = ids[:, None], at[:, None]
             if previous:
@@ -138,9 +147,9 @@ def _model_functions(init_cache: Any, apply: Any, logits: Any, placement: Any) -
                 at = jnp.concatenate([at - 1, at], axis=1)
             at = jnp.where(num_tokens[:, None] > 0, at, -1)
             hidden, cache = read(params, ids, at, cache)
-            rows = logits(params, hidden[:, -1])
-            check_model_logits("the draft model's logits", rows, hidden[:, -1])
-            return rows, (cache,)
+            draft_logits = logits(params, hidden[:, -1])
+            check_model_logits("the draft model's logits", draft_logits, hidden[:, -1])
+            return draft_logits, (cache,)
 
         last, previous = _token_at(token_ids, positions - 1), _token_at(token_ids, positions - 2)
         drafts, (cache,) = propose_step(
@@ -158,7 +167,7 @@ def _model_functions(init_cache: Any, apply: Any, logits: Any, placement: Any) -
 
 
 def _token_at(token_ids: jax.Array, index: jax.Array) -> jax.Array:
-    """Returns the token i32[B] at an index of each row, which is clipped to the row."""
+    """Returns `token_ids[b, index[b]]` of each request, i32[B]; indices are clipped to [0, S)."""
     index = jnp.clip(index, 0, token_ids.shape[1] - 1)
     return jnp.take_along_axis(token_ids, index[:, None], axis=1)[:, 0]
 
@@ -216,7 +225,7 @@ def ngram_drafter(max_ngram: int = 3, min_ngram: int = 1) -> Drafter:
         implementation: Implementation | None = None,
     ) -> tuple[Draft, Any]:
         k = config.num_speculative_tokens
-        look_up = jax.vmap(lambda row, length: _look_up(row, length, k, max_ngram, min_ngram))
+        look_up = jax.vmap(lambda text, length: _look_up(text, length, k, max_ngram, min_ngram))
         ids, count = look_up(token_ids, inputs.positions)
         assert inputs.num_tokens is not None
         return Draft(ids, num_tokens=jnp.minimum(inputs.num_tokens, count)), state
@@ -225,29 +234,40 @@ def ngram_drafter(max_ngram: int = 3, min_ngram: int = 1) -> Drafter:
 
 
 def _look_up(
-    row: jax.Array, length: jax.Array, k: int, max_ngram: int, min_ngram: int
+    text: jax.Array, length: jax.Array, k: int, max_ngram: int, min_ngram: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns the tokens i32[k] that followed the row's last tokens, and how many are drafts."""
-    index = jnp.arange(row.shape[0], dtype=jnp.int32)
+    """Returns the tokens i32[k] that followed a text's last tokens before, and how many are drafts.
+
+    Args:
+      text: i32[S], one request's tokens.
+      length: i32[], how many are committed.
+      k: K.
+      max_ngram: as in `ngram_drafter`.
+      min_ngram: as in `ngram_drafter`.
+    """
+    index = jnp.arange(text.shape[0], dtype=jnp.int32)
+    # Where the draft begins in the text, 0 for none. A longer suffix overwrites a shorter one.
     start = jnp.int32(0)
     for n in range(min_ngram, max_ngram + 1):
         matches = index < length - n
         for t in range(n):
-            suffix_token = row[jnp.maximum(length - n + t, 0)]
-            matches &= jnp.take(row, index + t, mode="clip") == suffix_token
+            suffix_token = text[jnp.maximum(length - n + t, 0)]
+            matches &= jnp.take(text, index + t, mode="clip") == suffix_token
         matches &= length > n
         num_after = jnp.minimum(length - index - n, k)
-        best = jnp.max(jnp.where(matches, num_after * row.shape[0] + index, -1))
-        start = jnp.where(best >= 0, best % row.shape[0] + n, start)
+        # One integer orders occurrences by the tokens after them, then by their index.
+        best = jnp.max(jnp.where(matches, num_after * text.shape[0] + index, -1))
+        start = jnp.where(best >= 0, best % text.shape[0] + n, start)
     count = jnp.where(start > 0, jnp.minimum(length - start, k), 0)
-    ids = jnp.take(row, start + jnp.arange(k, dtype=jnp.int32), mode="clip")
+    ids = jnp.take(text, start + jnp.arange(k, dtype=jnp.int32), mode="clip")
     return jnp.where(jnp.arange(k, dtype=jnp.int32) < count, ids, -1), count
 
 
 def reads_chunks(state: Any) -> bool:
     """Returns whether a drafter of this state knows only the tokens that `extend` is given.
 
-    `propose` gives a drafter of whole prompts all committed tokens; prompt lookup has no state.
+    A drafter of whole prompts and prompt lookup, which has no state, see all committed tokens in
+    `propose`.
     """
     return not isinstance(state, _Prompts) and bool(jax.tree.leaves(state))
 
@@ -270,7 +290,7 @@ class Models(NamedTuple):
 
     @property
     def reads_pieces(self) -> bool:
-        """Whether `read_chunk` takes pieces of texts."""
+        """Whether `prefill.read_chunk` takes `specjax.types.Pieces` of several prompts."""
         target, drafter = self
         return target.reads_pieces and (drafter is None or drafter.reads_pieces)
 
@@ -283,7 +303,13 @@ class Models(NamedTuple):
 
 
 class _Prompts(NamedTuple):
-    """The tokens read of each prompt, and the state that the drafter's own `init` made of them."""
+    """State of a drafter of whole prompts.
+
+    Attributes:
+      token_ids: i32[B, S], the tokens read so far, then 0.
+      lengths: i32[B], how many were read.
+      state: what the drafter's own `init` made of them.
+    """
 
     token_ids: jax.Array
     lengths: jax.Array
@@ -325,7 +351,10 @@ def whole_prompt_drafter(
 
 @functools.lru_cache(maxsize=64)
 def _whole_prompt_functions(init: Any, propose: Any) -> tuple[Any, Any, Any]:
-    """Returns the functions of a drafter; equal ones for equal functions, to share programs."""
+    """Returns `init`, `extend` and `propose` of a `Drafter`, by a user's two functions.
+
+    They are the same objects for the same functions, so that drafters share programs.
+    """
 
     def empty(params: Any, batch_size: int, max_length: int) -> _Prompts:
         token_ids = jnp.zeros((batch_size, max_length), jnp.int32)
@@ -336,9 +365,9 @@ def _whole_prompt_functions(init: Any, propose: Any) -> tuple[Any, Any, Any]:
         params: Any, prompts: _Prompts, token_ids: jax.Array, positions: jax.Array, features: Any
     ) -> _Prompts:
         max_length = prompts.token_ids.shape[1]
-        rows = jnp.arange(token_ids.shape[0], dtype=jnp.int32)[:, None]
-        # An index of -1 writes the last token, which no prompt reaches.
-        token_ids = prompts.token_ids.at[rows, positions].set(token_ids)
+        requests = jnp.arange(token_ids.shape[0], dtype=jnp.int32)[:, None]
+        # Position -1, no token, writes the last of the S tokens, which no prompt reaches.
+        token_ids = prompts.token_ids.at[requests, positions].set(token_ids)
         lengths = jnp.maximum(prompts.lengths, jnp.max(positions, axis=1) + 1)
         return _Prompts(token_ids, lengths, init(params, token_ids, lengths, max_length))
 

@@ -1,4 +1,9 @@
-"""A draft model's proposal: K tokens, each sampled from the logits after the one before."""
+"""A draft model's proposal: K tokens, each sampled from the logits after the one before.
+
+propose         public: checked arguments
+propose_step    a step of the decode loop: by a config, for `model_drafter` and `models.heads`
+_draft_tokens   what both do
+"""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -79,7 +84,7 @@ def propose(
     .. math:: x_i \sim q_i = \mathrm{softmax}(\text{logits}_i / \text{temperature}),
       \quad i = 0, \dots, K - 1
 
-    where the logits of row i follow the tokens drafted before it. Token i is sampled on
+    where the logits of row i follow the i tokens drafted before. Token i is sampled on
     ``Stream.draft(i)`` at position ``inputs.positions + i``; give `rejection_sample` the same keys
     and positions. The draft keeps the logits and statistics of every row, so that verification
     reduces no draft row again.
@@ -197,7 +202,7 @@ def _draft_tokens(
     options: CallOptions,
     num_drawn: jax.Array | None = None,
 ) -> tuple[Draft, Any]:
-    """Implements `propose`; with `num_drawn` i32[], only the first tokens are drawn."""
+    """Implements `propose`; with `num_drawn`, i32[], only that many first tokens are drawn."""
     num_tokens = check_count("num_tokens", num_tokens, 1, "the draft tokens of a proposal")
     token_ids, positions, temperature = _check_batch(token_ids, inputs)
     size = token_ids.shape[0]
@@ -213,6 +218,7 @@ def _draft_tokens(
     keys = check_keys(inputs.keys, size)
 
     def draw(i: Any, carry: Any, token_ids: jax.Array, drafted: Any) -> tuple[Any, Any, Any]:
+        """Draws token i, as `_draw_tokens` asks."""
         logits, carry = step_fn(carry, token_ids, positions + (i - 1))
         logits = as_array("logits", logits)
         check_logits("logits", logits, "[B, V_d]", size)
@@ -233,14 +239,14 @@ def _draft_tokens(
         # An invalid row gives -1, which ends the drafts; the model gets a token.
         return carry, jnp.maximum(sample.token_ids, 0), (sample.token_ids, *outputs)
 
-    rows, carry = _draw_tokens(draw, carry, token_ids, keys, num_tokens, num_drawn)
+    drawn, carry = _draw_tokens(draw, carry, token_ids, keys, num_tokens, num_drawn)
     if greedy:
-        draft = Draft(rows[0])
+        draft = Draft(drawn[0])
     elif coupled:
-        draft = Draft(rows[0], temperature=temperature, on_target_stream=True)
+        draft = Draft(drawn[0], temperature=temperature, on_target_stream=True)
     else:
-        cutoff = rows[4] if len(rows) > 4 else None
-        draft = Draft(rows[0], rows[1], temperature, rows[2], rows[3], cutoff)
+        cutoff = drawn[4] if len(drawn) > 4 else None
+        draft = Draft(drawn[0], drawn[1], temperature, drawn[2], drawn[3], cutoff)
         draft = draft.replace(token_map=vocabulary and vocabulary.token_map)
     return draft.replace(num_tokens=inputs.num_tokens), carry
 
@@ -248,7 +254,7 @@ def _draft_tokens(
 def _sample(
     arrays: SampleArrays, options: CallOptions, vocabulary: DraftVocabulary | None, coupled: bool
 ) -> Sample:
-    """Returns a draw from each row, by target ids."""
+    """Returns a token drawn from the logits of each request, as an id of the target."""
     if vocabulary is None:
         return sample_batch(arrays, options=options)
     if coupled:
@@ -261,7 +267,7 @@ def _sample(
 
 
 def _check_batch(token_ids: Any, inputs: DraftInputs) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns last tokens, positions and temperatures, each [B], or refuses them."""
+    """Returns the last tokens, positions and temperatures, each [B], or refuses them."""
     check_type("inputs", inputs, DraftInputs, "a specjax.DraftInputs")
     token_ids = jnp.asarray(as_array("token_ids", token_ids))
     if token_ids.ndim != 1:
@@ -286,8 +292,9 @@ def _draw_tokens(
 ) -> tuple[list[jax.Array], Any]:
     """Returns the outputs of K draws, and the carry after the last.
 
-    Where the first draw returns a carry of the type that it takes, all are one loop, and a draw is
-    compiled once. On a mesh the first draw stands before the loop: its outputs may lie otherwise.
+    If the first draw returns a carry of the type that it takes, all draws are one loop, and a draw
+    is compiled once. Otherwise, and on a mesh, the first draw comes before the loop: there its
+    outputs may be sharded otherwise than its inputs.
 
     Args:
       draw: ``(i, carry, token_ids, drafted) -> (carry, token_ids, outputs)``. It draws token i, a
@@ -305,7 +312,7 @@ def _draw_tokens(
     """
 
     def first(carry: Any, token_ids: jax.Array) -> Any:
-        """Draws once; every index holds this draw until its own is made."""
+        """Draws once, and fills arrays [B, K, ...] with the outputs: later draws overwrite them."""
         carry, last, outputs = draw(0, carry, token_ids, None)
         return carry, last, [jnp.repeat(x[:, None], num_tokens, axis=1) for x in outputs]
 
@@ -314,25 +321,25 @@ def _draw_tokens(
         types = jax.eval_shape(first, carry, token_ids)
         is_one_loop = _avals((carry, token_ids)) == _avals(types[:2])
     if is_one_loop:
-        last, rows = token_ids, [jnp.zeros(x.shape, x.dtype) for x in types[2]]
+        last, drawn = token_ids, [jnp.zeros(x.shape, x.dtype) for x in types[2]]
     else:
-        carry, last, rows = first(carry, token_ids)
+        carry, last, drawn = first(carry, token_ids)
 
     def body(i: jax.Array, state: Any) -> Any:
-        carry, last, rows = state
-        carry, last, outputs = draw(i, carry, last, rows[0])
+        carry, last, drawn = state
+        carry, last, outputs = draw(i, carry, last, drawn[0])
         update = jax.lax.dynamic_update_index_in_dim
-        rows = [update(row, x, i, 1) for row, x in zip(rows, outputs, strict=True)]
-        return pvary_like((carry, last, rows), state)
+        drawn = [update(array, x, i, 1) for array, x in zip(drawn, outputs, strict=True)]
+        return pvary_like((carry, last, drawn), state)
 
-    start = (carry, last, rows)
+    start = (carry, last, drawn)
     begin, end = 0 if is_one_loop else 1, num_tokens if num_drawn is None else num_drawn
-    carry, _, rows = jax.lax.fori_loop(begin, end, body, pvary_like(start, start, keys))
-    return rows, carry
+    carry, _, drawn = jax.lax.fori_loop(begin, end, body, pvary_like(start, start, keys))
+    return drawn, carry
 
 
 def _is_sharded(tree: Any) -> bool:
-    """Whether arrays lie on a mesh, or are inside one; also where a leaf is no array."""
+    """Returns whether arrays lie on a mesh, or inside one; True also if a leaf is no array."""
     leaves = jax.tree.leaves(tree)
     if not all(isinstance(x, (jax.Array, np.ndarray)) for x in leaves):
         return True
@@ -341,7 +348,7 @@ def _is_sharded(tree: Any) -> bool:
 
 
 def _avals(tree: Any) -> Any:
-    """Returns the structure of a pytree with its arrays' shapes and dtypes."""
+    """Returns the structure of a pytree, and the shapes and dtypes of its arrays."""
     leaves, structure = jax.tree.flatten(tree)
     return structure, [(jnp.shape(x), jnp.result_type(x)) for x in leaves]
 

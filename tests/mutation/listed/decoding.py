@@ -119,7 +119,7 @@ MUTATIONS = (
     ),
     Mutation(
         "specjax.decode.drafters._look_up",
-        "num_after * row.shape[0] + index",
+        "num_after * text.shape[0] + index",
         "index",
         decode(_LONGEST, _LOOKUP),
         "of several places the latest wins, however few tokens follow",

@@ -181,7 +181,7 @@ MUTATIONS = (
     ),
     Mutation(
         "specjax.decode.adaptive_k.AdaptiveK.draft",
-        "num_read=jnp.where(drafts, num_read, history.num_read)",
+        "num_read=jnp.where(is_drafting, num_read, history.num_read)",
         "num_read=num_read",
         adaptive_k(_AGAIN),
         "a drafter has read what was committed while it did not draft",
