@@ -1,8 +1,8 @@
-"""Capacity: the tokens of a request that the buffers of a batch hold, `max_length`.
+"""Capacity: the tokens of a request that the buffers of a batch hold, S or `max_length`.
 
-A program is compiled for a capacity: prompts of other lengths and other numbers of new tokens use
-it again. Arrays of the host are padded here in NumPy, because an eager pad or slice would compile
-for every width. `unpad` removes the padding.
+A program is compiled for a capacity. Prompts of other lengths and other numbers of new tokens use
+it again. Arrays of the host are padded here in NumPy, because `jnp.pad` outside of a program would
+compile for every width. `unpad` removes the padding.
 """
 
 import contextlib
@@ -50,12 +50,12 @@ def as_host_array(value: Any) -> Any:
 
 
 def _is_known(*values: Any) -> bool:
-    """Returns whether all values are known while a call is traced."""
+    """Returns whether no value is traced, so that the host can read all of them."""
     return not any(isinstance(value, jax.core.Tracer) for value in values)
 
 
 def parse_budget(max_new_tokens: Any, batch_size: int) -> Any:
-    """Returns `max_new_tokens` as an int, or as i32[B] if it is an array; refuses less than 1."""
+    """Returns `max_new_tokens` as an int, or i32[] or i32[B] of an array; refuses less than 1."""
     if not hasattr(max_new_tokens, "shape") and not isinstance(max_new_tokens, list | tuple):
         return check_count("max_new_tokens", max_new_tokens, 1, "tokens that a request may have")
     counts = parse_array("max_new_tokens", max_new_tokens, jnp.int32, (), (batch_size,))
@@ -106,7 +106,7 @@ def choose_max_length(
 
 
 def pad_prompt(prompt: Any, max_length: int) -> Any:
-    """Returns prompts i32[B, S], cut to S or padded with 0."""
+    """Returns prompts i32[B, S] of i32[B, L], padded with 0 or, if L > S, without their end."""
     width = prompt.shape[1]
     if not isinstance(prompt, np.ndarray):
         if width > max_length:
@@ -120,7 +120,8 @@ def pad_prompt(prompt: Any, max_length: int) -> Any:
 def pad_batch_to_mesh(requests: RequestBatch, placement: Placement | None) -> RequestBatch:
     """Pads the batch to a multiple of the mesh's data axis by repeating the last request.
 
-    Otherwise every step would send whole rows of logits between devices.
+    A batch that the axis does not divide would not be sharded, and every step would send whole
+    rows of logits between devices.
 
     Args:
       requests: from `check_arguments`.
@@ -134,7 +135,7 @@ def pad_batch_to_mesh(requests: RequestBatch, placement: Placement | None) -> Re
     keys = settings.keys if settings.keys.shape else fold_in_rows(settings.keys, size)
 
     def repeat(x: Any, rank: int = 1) -> Any:
-        """Repeats the last request of an array of at least `rank` axes, the first of requests."""
+        """Repeats the last request of an array; one of fewer than `rank` axes is for them all."""
         return x[index] if x is not None and np.ndim(x) >= rank else x
 
     names = ("temperature", "prompt_lengths", "max_lengths")
@@ -151,7 +152,10 @@ def pad_batch_to_mesh(requests: RequestBatch, placement: Placement | None) -> Re
 
 
 def pad_eos(ids: Any, min_size: int = _EOS_IDS) -> Any:
-    """Returns ids i32[E], padded to a multiple of 8, at least `min_size`: their number is data."""
+    """Returns ids i32[E], padded to a multiple of 8, at least `min_size`.
+
+    So another number of ids compiles nothing.
+    """
     check_shape("eos_token_ids", ids, (ids.size,))
     num_padding = max(min_size, -(-ids.size // _EOS_IDS) * _EOS_IDS) - ids.size
     pad = np.pad if isinstance(ids, np.ndarray) else jnp.pad
@@ -179,7 +183,7 @@ def unpad(token_ids: Any, vocab_size: int | None = None) -> list[list[int]]:
 
 @contextlib.contextmanager
 def explain_out_of_memory(models: Any, batch_size: int, max_length: int) -> Iterator[None]:
-    """Context manager: adds the bytes of a batch's caches to an out-of-memory error.
+    """Adds the bytes of a batch's caches to an out-of-memory error of the block.
 
     Args:
       models: the target, and a drafter or None.

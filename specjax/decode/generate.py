@@ -27,7 +27,7 @@ class Generation(NamedTuple):
 
     Attributes:
       token_ids: i32[B, S], prompts and generated tokens, then -1.
-      lengths: i32[B], how many tokens each row has.
+      lengths: i32[B], how many tokens each text has, its prompt's among them.
       logprobs: f32[B, S], log p of each generated token, 0 elsewhere.
       origins: i8[B, S], 0 for the prompt and padding, else one of `Origin`.
       finish: i8[B], one of `Finish`.
@@ -113,14 +113,14 @@ def generate(
         prompts, keys, max_new_tokens, temperature, eos_token_ids, sampling
     )
     requests, static = check_arguments(target, drafter, arguments, config, options)
-    # Nothing can be donated within another program.
+    # A donated state is overwritten in place. Within another program nothing can be donated.
     run = _traced_loop if is_traced() else loop_in_place
     generation, _ = run_requests(run, Models(target, drafter), requests, static)
     return take_first_requests(generation, requests.lengths.shape[0])
 
 
 def take_first_requests(generation: Generation, size: int) -> Generation:
-    """Returns the texts of the first requests, without the copies that pad the batch."""
+    """Returns the texts of the first `size` requests, without those that pad the batch."""
     if generation.lengths.shape[0] == size:
         return generation
     return jax.tree.map(lambda x: x[:size], generation)
@@ -131,7 +131,7 @@ def run_loop(
 ) -> tuple[Generation, DecodeState]:
     """Takes steps until every request has ended; returns the texts, and the state without them.
 
-    The state is an output, too, so that its caches lie in the memory of one that is donated.
+    The state is an output, too, so that its caches take the memory of a donated one.
     """
 
     def take_step(state: DecodeState) -> DecodeState:

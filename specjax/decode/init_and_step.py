@@ -146,6 +146,7 @@ def step(
     sampling = with_row_masks(state.settings.sampling, allowed, size, k + 1)
     state = state._replace(settings=state.settings._replace(sampling=sampling))
     run = functools.partial(run_step, options=options)
-    # One array of the state, since a step may last half a millisecond.
+    # `like` says whether mesh axes are explicit. One array of the state is enough: to look at all
+    # would take long next to a step of half a millisecond.
     models = Models(target, drafter)
     return with_auto_axes(run, target.placement, models, state, like=state.token_ids)

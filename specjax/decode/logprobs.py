@@ -1,4 +1,8 @@
-"""Log-probabilities: the likeliest tokens of a row, and the rank of a given token."""
+"""Log-probabilities: the likeliest tokens of a row of logits, and the rank of a given token.
+
+top_logprobs         public: checked arguments
+list_top_logprobs    what it does, and what each step does if log-probabilities are listed
+"""
 
 import dataclasses
 import functools
@@ -156,7 +160,7 @@ def list_top_logprobs(
 
 
 def empty_logprobs(config: LogprobsConfig | None, shape: tuple[int, ...]) -> TopLogprobs | None:
-    """Returns a listing of this shape before the first token, None without a config."""
+    """Returns `TopLogprobs` of a batch's buffers before the first token; None without a config."""
     if config is None:
         return None
     listed = (*shape, config.num)
@@ -184,6 +188,7 @@ def _top_logprobs(
     x = rows.take_each(token_ids)
     logits = rows.true_logits()
     masked = mask_below_cutoff(logits, None if cutoff is None else cutoff[..., None])
+    # Subnormal numbers count as 0. `largest_equal` is the largest number that counts as equal to x.
     is_likelier = masked > largest_equal(x)[..., None]
     num_likelier = rows.merge(jnp.add, jnp.sum(is_likelier.astype(jnp.int32), axis=-1))
     best, ids = rows.top_k(logits if cutoff is None else masked.astype(logits.dtype), n)

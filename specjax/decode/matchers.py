@@ -1,10 +1,13 @@
-"""`RowMasks`: masks of a step's rows from matchers on the host, for a loop of `init` and `step`.
+"""`RowMasks`: masks of a step's logits rows, from matchers on the host.
+
+For a loop of `init` and `step`; an engine has a `MatchedText` for each request instead.
 
     init(..., sampling=SamplingParams(allowed=masks.first()))
     step(..., allowed=masks.of_rows(state))   in each step
 
-The drafts of a state are known before they are verified, so the host can say what each row allows.
-Nothing is masked while they are drawn: the host would have to answer between two drafted tokens.
+Row i is that after the first i drafted tokens. The drafts of a state are known before they are
+verified, so the host can say what each row allows. Drafts are drawn without masks: the host would
+have to answer between two drafted tokens.
 """
 
 from collections.abc import Sequence
@@ -22,10 +25,10 @@ _ALL = 2**32 - 1
 
 
 class Matcher(Protocol):
-    """A parser of one text, with a mask of the next token; `llguidance.LLMatcher` is one."""
+    """A parser of one text, which masks the next token; `llguidance.LLMatcher` is one."""
 
     def compute_bitmask(self) -> bytes:
-        """Returns the mask of the next token: words of 32 tokens, the first in the lowest bit."""
+        """Returns the mask of the next token: words of 32 bits, the first token in the lowest."""
 
     def try_consume_tokens(self, tokens: list[int]) -> int:
         """Reads tokens up to the first that may not follow, and returns how many it read."""
@@ -38,7 +41,7 @@ class MatchedText:
     """A matcher that has read the committed tokens of one text.
 
     Args:
-      matcher: one that has read nothing. It belongs to this object from now on.
+      matcher: one that has read nothing. Nothing else may use it from now on.
       vocab_size: V.
       name: of the text, for errors.
     """
@@ -57,7 +60,10 @@ class MatchedText:
         return words[:width]  # A mask of llguidance may have one more word.
 
     def read(self, tokens: list[int]) -> None:
-        """Reads committed tokens. Some matchers do not read the token that ends a text."""
+        """Reads committed tokens, or refuses one that the mask before it does not allow.
+
+        Some matchers do not consume the token that ends a text, so their answer is not checked.
+        """
         for token in tokens:
             if not self._is_token(token) or not int(self.mask()[token // 32]) >> token % 32 & 1:
                 raise ValueError(
@@ -66,20 +72,23 @@ class MatchedText:
                 )
             self._matcher.try_consume_tokens([token])
 
-    def fill(self, drafted: list[int], rows: np.ndarray) -> None:
-        """Fills masks of rows; those after a token that may not follow decide nothing.
+    def fill(self, drafted: list[int], masks: np.ndarray) -> None:
+        """Writes the masks of a step's rows; the matcher reads the draft and is rolled back.
+
+        After a token that may not follow, rows keep the mask before it. That token is rejected, so
+        that these rows decide nothing.
 
         Args:
           drafted: the pending draft's tokens.
-          rows: u32[K + 1, ceil(V / 32)], written.
+          masks: u32[K + 1, ceil(V / 32)], written.
         """
-        rows[:] = self.mask()
+        masks[:] = self.mask()
         num_read = 0
         for i, token in enumerate(drafted):
             if not self._is_token(token) or not self._matcher.try_consume_tokens([token]):
                 break
             num_read += 1
-            rows[i + 1 :] = self.mask()
+            masks[i + 1 :] = self.mask()
         if num_read:
             self._matcher.rollback(num_read)
 
@@ -101,7 +110,7 @@ class RowMasks:
 
     Args:
       matchers: one per request, None for a request without a grammar. They have read nothing, and
-        are this object's from now on.
+        nothing else may use them from now on.
       prompt_lengths: i32[B], of the prompts given to `init`; prompts are not read.
       vocab_size: V.
 
@@ -138,21 +147,21 @@ class RowMasks:
                 f"prompt_lengths has shape {self._num_read.shape}; it needs one for each of "
                 f"{len(self._texts)} matchers."
             )
+        # Tokens of the last request's prompt.
         self._last_prompt = int(self._num_read[-1:].sum())
 
     def first(self) -> np.ndarray:
         """Returns the masks of the first generated token, u32[B, 1, ceil(V / 32)], for `init`."""
         masks = new_masks(len(self._texts), 1, self._vocab_size)
-        for row, text in zip(masks, self._texts, strict=True):
+        for masks_of_text, text in zip(masks, self._texts, strict=True):
             if text is not None:
-                row[0] = text.mask()
+                masks_of_text[0] = text.mask()
         return masks
 
     def of_rows(self, state: DecodeState) -> np.ndarray:
         """Returns the masks of the rows of a state's next step, u32[B, K + 1, ceil(V / 32)].
 
-        Copies of the last request, which follow the others where devices do not divide them, have
-        its masks.
+        On a mesh, copies of the last request may pad the state; these have its masks.
 
         Args:
           state: from `init` or `step`, each state once and in their order.
@@ -165,6 +174,7 @@ class RowMasks:
         drafted = (state.draft.token_ids, state.draft.num_tokens)
         (token_ids, lengths, finish), (draft_ids, counts) = jax.device_get((read, drafted))
         size = len(self._texts)
+        # Requests beyond the matchers have to be copies of the last one: the same prompt.
         prompts = token_ids[:, : self._last_prompt]
         if not 0 < size <= len(prompts) or np.any(prompts[size:] != prompts[size - 1]):
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Metrics of speculation: counts for a loop's carry, and rates made of them."""
+"""Metrics of speculation: counts of each request, which steps add to, and rates made of them."""
 
 from typing import Any, NamedTuple
 
@@ -18,9 +18,9 @@ class Metrics(NamedTuple):
     Attributes:
       num_steps: i32[B], verification steps in which the request was active.
       num_emitted: i32[B], tokens emitted in these steps and committed.
-      num_drafted: i32[B, K], steps that drafted a token at each position. A position after the
-        end of the text does not count.
-      num_accepted: i32[B, K], counted steps that accepted the token at each position.
+      num_drafted: i32[B, K], for each position of a draft, the steps that drafted a token there.
+        A position after the end of the text does not count.
+      num_accepted: i32[B, K], for each position, those of these steps that accepted the token.
     """
 
     num_steps: jax.Array
@@ -131,7 +131,7 @@ def update_metrics(
     committed = verification.num_emitted if num_committed is None else num_committed
     ended = committed < verification.num_emitted
     if finish is not None:
-        # Also where nothing was emitted past the end, because the row there was not finite.
+        # Nothing may be emitted after the end of the text, because the next row is invalid.
         ended |= (finish == Finish.END_OF_SEQUENCE) | (finish == Finish.LENGTH)
     num_drafted = jnp.where(ended, jnp.minimum(draft_num_tokens, committed), draft_num_tokens)
     num_accepted = jnp.where(active, jnp.minimum(verification.num_accepted, committed), 0)

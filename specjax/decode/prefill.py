@@ -58,7 +58,8 @@ def run_requests(run: Any, models: Models, requests: RequestBatch, options: Stat
     """Returns the result of `run` after the prompts are checked and read.
 
     Args:
-      run: a jitted function of models, what `run_prefill` returns, and the options of a step.
+      run: `run_first_step` or a loop of steps, jitted: a function of models, what `run_prefill`
+        returns, and the options of a step.
       models: the target, and a drafter or None.
       requests: from `request_batch.check_arguments`.
       options: from `request_batch.check_arguments`.
@@ -269,8 +270,8 @@ def read_prompt_chunk(
 ) -> tuple[DecodeState, TargetRows]:
     """Returns the state after one chunk of each prompt, and the target's row of each last token.
 
-    Unlike in `run_prefill`, the target reads the last token of a prompt, too. Its row gives the
-    first generated token, and no step feeds the token again. The drafter reads all but the last.
+    The target reads the last token of a prompt, too, as `run_prefill` does with `reads_last`. Its
+    row gives the first generated token. The drafter reads all but the last.
 
     Args:
       models: as in `run_prefill`.
@@ -333,8 +334,8 @@ def read_chunk(
       token_ids: i32[B, C].
       positions: i32[B, C], -1 where there is no token.
       drafter_end: i32[B, 1], the first position that the drafter does not read; None reads all.
-      rows: i32[B], the row of the caches that each piece continues, as in `specjax.types.Pieces`.
-        Both models have to read pieces then. None is row b for tokens b.
+      rows: i32[B], the prompt of the caches' batch that each of B pieces continues, as in
+        `specjax.types.Pieces`. Both models have to read pieces then. None is prompt b for tokens b.
 
     Returns:
       The target's cache, the drafter's state, and a pair of the target's outputs. These are hidden

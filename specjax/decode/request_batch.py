@@ -1,4 +1,9 @@
-"""The requests of a batch: arguments of `generate` and `init`, checked and made arrays."""
+"""The requests of a batch: arguments of `generate` and `init`, checked and made arrays.
+
+    RequestArguments -> check_arguments -> `RequestBatch` of arrays, `StaticOptions`
+
+`prefill.run_requests` then calls `check_prompt_ids`, which needs the target's vocabulary.
+"""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -44,7 +49,7 @@ __all__ = [
 
 
 class RequestArguments(NamedTuple):
-    """Arguments of `generate` that are data, unchecked."""
+    """Arguments of `generate` that describe the requests, unchecked; other values are data."""
 
     prompts: Any
     keys: jax.Array
@@ -61,7 +66,15 @@ def check_arguments(
     config: SpeculativeConfig | None = None,
     options: LoopOptions = LoopOptions(),
 ) -> tuple[RequestBatch, StaticOptions]:
-    """Returns the arguments of `generate`: checked arrays, and options that are compiled in."""
+    """Returns the arguments of `generate`: checked arrays, and options that are compiled in.
+
+    Args:
+      target: as in `generate`, unchecked, as is each of the following.
+      drafter: as in `generate`.
+      arguments: of all requests.
+      config: as in `generate`.
+      options: as in `generate`.
+    """
     config = SpeculativeConfig() if config is None else config
     _check_types(target, drafter, config, options)
     logprobs = check_logprobs_config(options.num_logprobs, options.logprobs_mode)
@@ -72,8 +85,8 @@ def check_arguments(
     prompt, lengths = (as_host_array(x) for x in parse_prompts(arguments.prompts))
     size, width = prompt.shape
     max_new_tokens = parse_budget(arguments.max_new_tokens, size)
-    room = (options.max_length, width, lengths, max_new_tokens, target.max_length)
-    max_length = choose_max_length(*room)
+    sizes = (options.max_length, width, lengths, max_new_tokens, target.max_length)
+    max_length = choose_max_length(*sizes)
     temperature = parse_array("temperature", arguments.temperature, jnp.float32, (), (size,))
     temperature = as_host_array(temperature)
     if isinstance(temperature, np.ndarray):
@@ -100,8 +113,8 @@ def check_arguments(
 def parse_prompts(prompts: Any) -> tuple[Any, Any]:
     """Returns prompts i32[B, L], padded with 0, and their lengths i32[B].
 
-    A tuple of two whose first member has two axes or more is the pair (ids, lengths). All else is
-    a sequence of prompts, so a list never is the pair.
+    A tuple of two whose first member has two axes or more is the pair (ids, lengths). Everything
+    else, lists among them, is a sequence of prompts.
 
     Args:
       prompts: as in `generate`, unchecked.
@@ -138,7 +151,7 @@ def parse_prompts(prompts: Any) -> tuple[Any, Any]:
 
 
 def _num_axes(value: Any) -> int:
-    """Returns the number of axes of an array, or of lists by their first members."""
+    """Returns the number of axes of an array, or of nested lists, by their first members."""
     if isinstance(value, list | tuple):
         return 1 + (_num_axes(value[0]) if value else 0)
     return getattr(value, "ndim", 0)
@@ -161,7 +174,7 @@ def _parse_prompt(name: str, prompt: Any) -> np.ndarray:
 
 
 def _parse_pair(token_ids: Any, lengths: Any) -> tuple[Any, Any]:
-    """Returns prompts i32[B, L] and their lengths i32[B]; arrays of the host stay there."""
+    """Returns prompts i32[B, L] and their lengths i32[B]; NumPy arrays remain NumPy arrays."""
     token_ids = as_array("prompts[0]", token_ids)
     lengths = as_array("prompts[1]", lengths)
     if token_ids.ndim != 2 or 0 in token_ids.shape:
@@ -186,13 +199,15 @@ def _parse_pair(token_ids: Any, lengths: Any) -> tuple[Any, Any]:
 def check_prompt_ids(
     target: Model, requests: RequestBatch, num_rows: int, vocab_size: int | None = None
 ) -> None:
-    """Refuses prompts with an id outside the target's vocabulary; no array is read for it.
+    """Refuses prompts with an id outside the target's vocabulary.
+
+    Prompts that are traced, or lie on several devices, are not checked: they are no NumPy arrays.
 
     Args:
       target: as in `generate`.
-      requests: from `check_arguments`, which reads prompts of the host or of one device.
-      num_rows: rows of a step.
-      vocab_size: V. None traces a step of the target, as `run_prefill` does.
+      requests: from `check_arguments`.
+      num_rows: K + 1, for the trace.
+      vocab_size: V. None traces a step of the target, which `run_prefill` uses again.
     """
     ids, lengths = requests.token_ids, requests.lengths
     if not (isinstance(ids, np.ndarray) and isinstance(lengths, np.ndarray)):
@@ -212,8 +227,8 @@ def check_step_options(
 ) -> StepOptions:
     """Returns the options of a step, or refuses them."""
     check_noise_dtype(config.noise_dtype)
-    # Called without a name, too: it looks for Pallas, and once that is found the newest JAX traces
-    # anew.
+    # Called even without a name, because it looks for Pallas. Once Pallas was found, the newest JAX
+    # traces anew: so it is found before the first trace.
     resolved = resolve_implementation(implementation)
     return StepOptions(config.compile_key(), None if implementation is None else resolved)
 

@@ -363,8 +363,9 @@ def empty_chunk(num_prompts: int, num_tokens: int) -> tuple[np.ndarray, np.ndarr
 
 
 def _caches_of_each_length(programs: Programs) -> Iterator[tuple[Any, ...]]:
-    """Yields what `Programs.admit` is given: caches by each program that makes them, alone in a
-    tuple; or the caches of a batch, and a place.
+    """Yields arguments of `Programs.admit`: caches from each program that returns some.
+
+    They are the caches of a prompt without tokens, or those of a batch and a place.
     """
     caches = programs.new_caches(max_length=programs.cache_lengths[0])
     yield (caches,)

@@ -1,6 +1,9 @@
 """Compiled programs that outlive a process: `compile_generate`, its files, JAX's cache folder.
 
-Open `compile_generate` first. `saved_programs` writes and reads a file of programs,
-`compiler_options` what XLA is told, and
-`cache_folder` turns JAX's own compilation cache on.
+| module | what it holds |
+|---|---|
+| `compile_generate` | `generate`, compiled before the first prompt; open it first |
+| `saved_programs` | a file of compiled programs |
+| `compiler_options` | XLA's options for kinds of programs |
+| `cache_folder` | JAX's own compilation cache, turned on |
 """

@@ -43,7 +43,7 @@ from specjax.types import Model
 
 __all__ = ["CompiledGenerate", "compile_generate", "load_compiled"]
 
-# Fields that a file holds as they are.
+# Fields of `CompiledGenerate` that a file holds as they are.
 _DESCRIBED = ("batch_size", "num_eos_token_ids", "vocab_size", "arguments")
 _fold_in_rows = jax.jit(fold_in_rows, static_argnames="size")
 
@@ -61,8 +61,9 @@ class CompiledGenerate:
       config: the `SpeculativeConfig` compiled in.
       options: the `LoopOptions` compiled in, without an implementation if read from a file.
       arguments: name -> dtype and shape of each parameter and each setting.
-      programs: functions that fold rows into a key, read prompts and take steps.
-      serialize: returns these programs as bytes.
+      programs: three. The first makes keys [B] of one key; the others are `run_prefill` and
+        `loop_in_place`.
+      serialize: returns these programs as bytes, for `save`.
       functions: name -> function of the models compiled in; {} if they were read from a file.
     """
 
@@ -91,8 +92,8 @@ class CompiledGenerate:
         """Returns the `Generation` of these arguments by the options compiled in.
 
         Args:
-          target: with the functions compiled in, and parameters of those shapes.
-          drafter: like that, or None.
+          target: with the functions and the parameters' shapes that were compiled for.
+          drafter: with those compiled for, or None.
           prompts: B lists of ids or a tuple (ids, lengths), as each of the following in `generate`.
           keys: typed threefry keys, [B] or ().
           max_new_tokens: int or i32[B].
@@ -111,7 +112,7 @@ class CompiledGenerate:
         requests, _ = check_arguments(target, drafter, arguments, self.config, self.options)
         check_prompt_ids(target, requests, 0, self.vocab_size)
         fold, prefill, run = self.programs
-        requests = _in_one_form(requests, self.num_eos_token_ids)
+        requests = _broadcast_numbers(requests, self.num_eos_token_ids)
         settings = requests.settings
         if not settings.keys.shape:
             settings = settings._replace(keys=fold(settings.keys))
@@ -196,7 +197,7 @@ def compile_generate(
     prompts = (np.zeros((batch_size, 1), np.int32), np.ones((batch_size,), np.int32))
     arguments = RequestArguments(prompts, _fold_in_rows(key, size=batch_size), 1, sampling=sampling)
     requests, static = check_arguments(target, drafter, arguments, config, options)
-    requests = _in_one_form(requests, num_eos_token_ids)
+    requests = _broadcast_numbers(requests, num_eos_token_ids)
     shardings = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves((target, drafter))]
     if target.placement is None and any(x and len(x.device_set) > 1 for x in shardings):
         raise ValueError("Parameters lie on several devices; see the mesh of models.load.")
@@ -260,6 +261,7 @@ def load_compiled(path: str | os.PathLike[str]) -> CompiledGenerate:
             f"{path} says other things of its programs than this specjax writes; compile and save "
             "it here."
         ) from None
+    # Only the structure of what the programs return matters here, so that names stand for arrays.
     listed = None if options.num_logprobs is None else TopLogprobs._make(TopLogprobs._fields)
     texts = Generation._make([*Generation._fields[:5], Metrics._make(Metrics._fields), listed])
     programs = [load_program(*each) for each in zip(saved, (0, None, None), strict=True)]
@@ -294,8 +296,8 @@ def _parse_prompts(prompts: Any, batch_size: int) -> tuple[Any, Any]:
     return token_ids, lengths
 
 
-def _in_one_form(requests: RequestBatch, num_eos_token_ids: int) -> RequestBatch:
-    """Returns requests with a number for each, so that a number for all runs the one program."""
+def _broadcast_numbers(requests: RequestBatch, num_eos_token_ids: int) -> RequestBatch:
+    """Returns requests whose parameters that are numbers are all [B], as the programs take them."""
     settings, shape = requests.settings, requests.lengths.shape
 
     def for_each(value: Any) -> Any:
@@ -316,7 +318,7 @@ def _in_one_form(requests: RequestBatch, num_eos_token_ids: int) -> RequestBatch
 def _describe_arguments(
     target: Model, drafter: Drafter | None, settings: Settings
 ) -> dict[str, str]:
-    """Returns name -> dtype and shape of the parameters and the settings, and what drafts."""
+    """Returns name -> dtype and shape of parameters and settings, and whether a drafter is given."""
     tree = {"target": target.params, "drafter": drafter and drafter.params, **settings._asdict()}
     described = {} if drafter is None else {"a drafter": "given"}
     for path, leaf in jax.tree.leaves_with_path(tree):
@@ -344,7 +346,7 @@ def _check_arrays(call: dict[str, str], compiled: dict[str, str]) -> None:
 
 
 def _list_functions(**models: Any) -> JsonObject:
-    """Returns name -> value of what models hold besides parameters, which is compiled in.
+    """Returns name -> value of the fields of models besides parameters, which are compiled in.
 
     Args:
       **models: each a `Model`, a `Drafter` or None, by its name.

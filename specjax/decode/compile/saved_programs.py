@@ -1,9 +1,13 @@
 """Compiled programs as bytes, and a file of them.
 
-A file is one line of JSON, the programs, and the SHA-256 of all before it. The line describes the
-programs, and names the versions and the device that made them. The line is read first. A file of
-another specjax, jax, jaxlib, device, platform version or processor is refused. Nothing is unpickled
-before the digest is compared.
+    file = one line of JSON, the programs' bytes, SHA-256 of both
+
+The line describes the programs, and names the versions and the device that made them. It is read
+first. A file of another specjax, jax, jaxlib, device, platform version or processor is refused.
+Nothing is unpickled before the digest is compared.
+
+    compile_generate.save   -> serialize_programs, write_programs
+    load_compiled           -> read_programs, load_program
 """
 
 import contextlib
@@ -82,7 +86,7 @@ def serialize_programs(
       lowered: what each was compiled from, `jax.stages.Lowered`.
       compiled: `jax.stages.Compiled`.
       may_be_cached: whether JAX's cache was in use. Then they are compiled anew without it: on a
-        CPU, XLA writes a program that it has read without its code.
+        CPU, XLA serializes a program from that cache without its machine code.
     """
     if may_be_cached:
         with _cache_turned_off(), futures.ThreadPoolExecutor() as pool:
@@ -122,7 +126,7 @@ def load_program(program: SavedProgram, result: Any = None) -> Callable[..., Any
 def write_programs(
     path: str | os.PathLike[str], description: JsonObject, programs: Sequence[SavedProgram]
 ) -> None:
-    """Writes a file of programs, and its folder; `description` is what JSON can say of them."""
+    """Writes a file of programs, and its folder; `description` goes into the line of JSON."""
     header = {
         "format": _FORMAT,
         "made_by": describe_process(),
