@@ -252,8 +252,8 @@ def _origins(info: StepInfo) -> jax.Array:
     """Returns the `Origin` of each emitted token, i8[B, K + 1]."""
     num_accepted = info.verification.num_accepted[:, None]
     index = jnp.arange(info.verification.token_ids.shape[1], dtype=jnp.int32)[None]
-    # Emitted are the accepted tokens and one more: the bonus token if the whole draft was accepted,
-    # else the token recovered in place of the rejected one. Later columns are not committed.
+    # A request emits its accepted tokens and one more. That is the bonus token after a whole draft,
+    # or the token recovered in place of the rejected one. Later columns are not committed.
     all_accepted = num_accepted == info.num_drafted[:, None]
     last = jnp.where(all_accepted, Origin.BONUS, Origin.RECOVERED)
     return jnp.where(index < num_accepted, Origin.ACCEPTED, last).astype(jnp.int8)
