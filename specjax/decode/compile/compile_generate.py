@@ -318,7 +318,7 @@ def _broadcast_numbers(requests: RequestBatch, num_eos_token_ids: int) -> Reques
 def _describe_arguments(
     target: Model, drafter: Drafter | None, settings: Settings
 ) -> dict[str, str]:
-    """Returns name -> dtype and shape of parameters and settings, and whether there is a drafter."""
+    """Returns name -> dtype and shape of the parameters and settings, and if there is a drafter."""
     tree = {"target": target.params, "drafter": drafter and drafter.params, **settings._asdict()}
     described = {} if drafter is None else {"a drafter": "given"}
     for path, leaf in jax.tree.leaves_with_path(tree):
