@@ -21,6 +21,13 @@
 
 Open `step` first. Public calls check their arguments, and the other modules trust them.
 
-Letters: `B` requests, `K` drafted tokens, `S` tokens that buffers hold, `V` vocabulary. Imported by
-`engine`, `models`, `contrib` and `cli`.
+    generate    check_arguments -> run_requests: prefill, then run_loop: steps until all have ended
+    init        check_arguments -> run_requests: prefill, then run_first_step
+    step        check_step_options -> run_step
+
+A row is one of the K + 1 positions of a step, with its logits.
+
+Letters: `A` taps, `B` requests, `C` tokens read at once, `D` hidden size (`E` in `Drafter` and
+`Model`), `E` end-of-sequence ids, `K` drafted tokens, `L` any other number of tokens, `S` tokens
+that buffers hold, `V` vocabulary. Imported by `engine`, `models`, `contrib` and `cli`.
 """

@@ -9,9 +9,9 @@ A step asks `DecodeState.k_policy`, and need not know which kind that is:
 Counts of past steps, `DraftHistory`, give a request's acceptance rate. A table, made once by
 `k_by_rate`, gives k at each rate:
 
-    rate[b]  = (num_accepted[b] + prior) / (num_tested[b] + prior)      decayed counts of past steps
-    speed[k] = (1 + rate + rate^2 + ... + rate^k) / step_costs[k]       expected tokens per cost
-    k[b]     = argmax_k speed[k]
+    rate[b]  = (num_accepted[b] + 2.48) / (num_tested[b] + 4)        decayed counts, and a prior
+    speed[k] = (1 + rate + rate^2 + ... + rate^k) / step_costs[k]    expected tokens per cost
+    k[b]     = argmax_k speed[k]                                     at the rate of request b
 
 A token is tested if all drafted before it in its step were accepted. The k of a step is decided
 before any of its tokens is drafted, so the output follows the target whatever is chosen. Rates are
@@ -21,8 +21,9 @@ In an engine of B slots a step takes as long as its longest draft, and a request
 the others draft. It assumes that each of the others has a usual rate and drafts k', the best k
 for that rate:
 
-    tokens[k] = 1 + rate + ... + rate^k
-    speed[k]  = (tokens[k] + (B - 1) * usual_tokens[k']) / step_costs[k]         k >= k'
+    tokens[k]       = 1 + rate + ... + rate^k
+    usual_tokens[k] = 1 + usual_rate + ... + usual_rate^k
+    speed[k]        = (tokens[k] + (B - 1) * usual_tokens[k']) / step_costs[k]        k >= k'
 
 A request that drafts fewer than k' shortens no step. It drafts more only where its own gain makes
 up for longer steps of all. The usual rate is the config's, else 0.55. Most drafts have a higher

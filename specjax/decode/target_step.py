@@ -54,8 +54,8 @@ class TargetRows(NamedTuple):
       raw_logits: [B, K + 1, V] of the model, if raw log-probabilities are listed; else None.
       logits: [B, K + 1, V] after the rules of the sampling parameters.
       cutoff: f32[B, K + 1], logits below which no token is sampled; or None.
-      split: how the vocabulary lies over devices, if `logits` are [B, K + 1, N * W] from
-        `Model.split_logits`; else None.
+      split: how the vocabulary lies over N devices with W columns each, if `logits` are
+        [B, K + 1, N * W] from `Model.split_logits`; else None.
       placement: the target's, or None.
     """
 

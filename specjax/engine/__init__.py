@@ -16,7 +16,9 @@ Words that the files share:
     caches       the models' caches of one prompt while it is read, apart from the slots
     chunk        at most C successive tokens of a prompt, which the models read at once
     batch        the caches of N prompts that one program reads together, each in its place
-    piece        the tokens of one prompt in a chunk of such a batch
+    piece        up to 16 successive tokens of one prompt, in a chunk of such a batch on a GPU; on a
+                 CPU the next tokens of one prompt. A `Piece` of a `Request` is another thing: the
+                 tokens and the text that it gained
     row          one of the K + 1 positions of a step, with its logits and masks
 
 Open `engine` first, the public class; then `scheduler`, where a step is a list of named parts.
@@ -34,5 +36,5 @@ Open `engine` first, the public class; then `scheduler`, where a step is a list 
 Each file imports those below it alone.
 
 Letters: `B` slots, `C` tokens of a chunk, `E` stop ids, `K` drafted tokens, `N` prompts of a batch,
-`S` `max_length`, `V` vocabulary.
+`P` pieces of a chunk, `S` `max_length`, `V` vocabulary.
 """

@@ -28,11 +28,11 @@ from specjax.types import Model
 __all__ = [
     "BatchShape",
     "Programs",
+    "cache_lengths",
     "devices_of",
     "empty_chunk",
     "explain_slots_out_of_memory",
     "make_programs",
-    "cache_lengths",
     "warm_up",
 ]
 

@@ -40,7 +40,7 @@ from specjax.engine.slots import StepOutput
 
 __all__ = ["DispatchedStep", "Scheduler", "delayed_interrupts"]
 
-# Prompts that are kept ready, that is read, while no slot is empty.
+# While no slot is empty, reading is urgent if fewer prompts than this are ready for one.
 _MAX_READY = 2
 # The functions of `signal` make an enum of each result, which takes ten times as long.
 _signal = importlib.import_module("_signal")
@@ -287,8 +287,7 @@ class Scheduler:
         one chunk, so that the slots do not wait for two. While no slot is empty, programs that do
         not prefill in advance read one.
 
-        Each round of the loop admits one request, or reads for one cost in chunks, or is the last.
-        Prompts are read in the order of the queue, also those in the batch.
+        Each turn of the loop admits a request, or reads a chunk or a batch, or ends the loop.
         """
         empty = [slot for slot, request in enumerate(self._occupants) if request is None]
         min_empty = int(self._programs.prefills_in_advance)
@@ -359,7 +358,7 @@ class Scheduler:
         """
         occupants = step.occupants
         for slot, request in enumerate(occupants):
-            # Cleared before it is called: if it raises, the others are called in the next round.
+            # Cleared before `add`: if that raises, the others get their tokens in the next round.
             occupants[slot] = None
             if request is None or request.finish_reason is not None:
                 continue
