@@ -171,12 +171,12 @@ def run_prefill(models: Models, requests: RequestBatch, *, options: StaticOption
     """Returns a state that has read the prompts and drafted nothing.
 
     The drafter reads all but the last token of each prompt. So does the target, unless
-    `options.reads_last`: the first step then feeds these last tokens and draws the first generated
-    ones, and verification is compiled into the step's program alone.
+    `options.reads_last`. A last token that it has not read is fed by the first step, so that
+    verification is compiled into the step's program alone.
 
     Args:
       models: as in `init_and_step.init`.
-      requests: prompts in rows of S tokens, the capacity of the buffers.
+      requests: the prompts, each padded to S tokens, the capacity of the buffers.
       options: from `request_batch.check_arguments`.
 
     Returns:
@@ -224,7 +224,7 @@ def _gather_token(rows: jax.Array, index: jax.Array) -> jax.Array:
 
 
 def begin_prefill(models: Models, requests: RequestBatch, *, options: StepOptions) -> DecodeState:
-    """Returns a state that has read nothing; arguments as in `run_prefill`."""
+    """Returns a state that has read nothing; `options` are of a step, the rest as `run_prefill`."""
     prompt, lengths, settings = requests
     size, width = prompt.shape
     settings = settings._replace(
