@@ -52,6 +52,7 @@ def draft_next(
     state = state._replace(draft=state.draft.replace(num_tokens=num_tokens))
     if drafter is None:
         return state
+    # Row n decided the last token of a request that accepted n.
     hidden = gather_row(rows.hidden, info.verification.num_accepted)
 
     def run(drafted: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -107,8 +108,8 @@ def _read_missed(
 ) -> Any:
     """Returns the drafter's state after the committed tokens from `num_read` i32[B] on.
 
-    The last token is not read: every proposal reads it. The first column of a chunk is the token
-    before the chunk, at position -1, which is not read again.
+    The last token is not read: every proposal reads it. As `Drafter.extend` has it, the first
+    column of a chunk is the token before the chunk, at position -1.
     """
     if drafter.reads_features or not reads_chunks(drafter_state):
         return drafter_state
@@ -151,6 +152,7 @@ def discard_incompatible_draft(
     like, _ = propose_draft.eval_shape(drafter, state.drafter_state, *text, options=options)
     if len({jax.tree.structure(draft) for draft in (like, state.draft)}) == 1:
         return state
+    # 0 tokens for an active request, and still -1 for others.
     none = jnp.minimum(jnp.asarray(state.draft.num_tokens), 0)
     draft = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
     return state._replace(draft=draft.replace(num_tokens=none))

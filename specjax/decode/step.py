@@ -277,6 +277,7 @@ def _list_logprobs(
         return None
 
     def list_rows(k: int, _: Any) -> tuple[None, TopLogprobs | None]:
+        """Lists rows 0 to k; `run_smallest_k` pads, and has nothing to update here."""
         raw, logits, cutoff = jax.tree.map(
             lambda x: x[:, : k + 1], (rows.raw_logits, rows.logits, rows.cutoff)
         )

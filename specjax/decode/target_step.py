@@ -216,7 +216,7 @@ def count_rows(state: DecodeState) -> int:
 
 
 def count_drafted(state: DecodeState) -> jax.Array:
-    """Returns the tokens of each request's pending draft, i32[B]; -1 for a request that ended."""
+    """Returns the number of tokens in each request's pending draft, i32[B]; -1 if it ended."""
     return num_valid_drafts(state.draft.token_ids, state.draft.num_tokens)
 
 

@@ -109,6 +109,7 @@ class Engine:
         max_waiting = check_count("max_waiting", max_waiting, 1, why)
         keys = jax.random.split(jax.random.key(0, impl="threefry2x32"), num_slots)
         drafter, config, k_by_rate = resolve_speculation(drafter, config, num_slots, k_by_load)
+        # B requests of one token stand for those to come: their shapes and options are read.
         prompts = (np.zeros((num_slots, 1), np.int32), np.ones(num_slots, np.int32))
         arguments = RequestArguments(prompts, keys, max_new_tokens=1)
         requests, static = check_arguments(target, drafter, arguments, config, options)
