@@ -125,7 +125,7 @@ def _model_functions(init_cache: Any, apply: Any, logits: Any, placement: Any) -
     ) -> Any:
         return read(params, token_ids, positions, cache)[1]
 
-    def draft(
+    def propose(
         params: Any,
         cache: Any,
         token_ids: jax.Array,
@@ -138,15 +138,15 @@ def _model_functions(init_cache: Any, apply: Any, logits: Any, placement: Any) -
         positions, num_tokens = inputs.positions, inputs.num_tokens
         assert num_tokens is not None
 
-        def step(carry: Any, ids: jax.Array, at: jax.Array) -> tuple[jax.Array, Any]:
-            """Feeds a token i32[B] at its position i32[B]; in the first call the previous, too."""
+        def step(carry: Any, ids: jax.Array, index: jax.Array) -> tuple[jax.Array, Any]:
+            """Feeds tokens i32[B] at positions i32[B]; in the first call those before, too."""
             cache, *previous = carry
-            ids, at = ids[:, None], at[:, None]
+            ids, index = ids[:, None], index[:, None]
             if previous:
                 ids = jnp.concatenate([previous[0][:, None], ids], axis=1)
-                at = jnp.concatenate([at - 1, at], axis=1)
-            at = jnp.where(num_tokens[:, None] > 0, at, -1)
-            hidden, cache = read(params, ids, at, cache)
+                index = jnp.concatenate([index - 1, index], axis=1)
+            index = jnp.where(num_tokens[:, None] > 0, index, -1)
+            hidden, cache = read(params, ids, index, cache)
             draft_logits = logits(params, hidden[:, -1])
             check_model_logits("the draft model's logits", draft_logits, hidden[:, -1])
             return draft_logits, (cache,)
@@ -163,7 +163,7 @@ def _model_functions(init_cache: Any, apply: Any, logits: Any, placement: Any) -
         )
         return drafts, cache
 
-    return init, extend, draft
+    return init, extend, propose
 
 
 def _token_at(token_ids: jax.Array, index: jax.Array) -> jax.Array:
@@ -214,7 +214,7 @@ def ngram_drafter(max_ngram: int = 3, min_ngram: int = 1) -> Drafter:
     def extend(params: Any, state: Any, *chunk: Any) -> Any:
         return ()
 
-    def draft(
+    def propose(
         params: Any,
         state: Any,
         token_ids: jax.Array,
@@ -230,7 +230,7 @@ def ngram_drafter(max_ngram: int = 3, min_ngram: int = 1) -> Drafter:
         assert inputs.num_tokens is not None
         return Draft(ids, num_tokens=jnp.minimum(inputs.num_tokens, count)), state
 
-    return Drafter((), init, extend, draft, reads_pieces=True)
+    return Drafter((), init, extend, propose, reads_pieces=True)
 
 
 def _look_up(
