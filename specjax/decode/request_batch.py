@@ -206,7 +206,7 @@ def check_prompt_ids(
     Args:
       target: as in `generate`.
       requests: from `check_arguments`.
-      num_rows: K + 1, for the trace.
+      num_rows: K + 1; not read if `vocab_size` is given.
       vocab_size: V. None traces a step of the target, which `run_prefill` uses again.
     """
     ids, lengths = requests.token_ids, requests.lengths

@@ -129,7 +129,7 @@ class CompiledGenerate:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the programs to a file, which `load_compiled` reads.
 
-        The file holds no parameters. Where JAX's cache was in use, they are compiled anew for it.
+        The file holds no parameters. Where JAX's cache was in use, the programs are compiled anew.
 
         Args:
           path: of the file, which is replaced if it exists. Its folder is made if it is absent.
