@@ -83,14 +83,14 @@ wheel: $(VENV)/.lint
 clean:
 	rm -rf $(VENV) build dist
 
-# A stamp says that an environment holds what pyproject.toml asks for.
+# A stamp says that an environment holds what pyproject.toml asks for, under the version of now.
 $(VENV)/.demo: EXTRAS = flax
 $(VENV)/.test: EXTRAS = test
 $(VENV)/.parity: EXTRAS = test,parity
 $(VENV)/.tunix: EXTRAS = test,tunix
 $(VENV)/.lint: EXTRAS = test,lint
 $(VENV)/.parity $(VENV)/.tunix $(VENV)/.lint: STAMPS = $(VENV)/.test
-$(VENV)/.demo $(VENV)/.test $(VENV)/.parity $(VENV)/.tunix $(VENV)/.lint: pyproject.toml | $(VENV)/bin/pip
+$(VENV)/.demo $(VENV)/.test $(VENV)/.parity $(VENV)/.tunix $(VENV)/.lint: pyproject.toml specjax/version.py | $(VENV)/bin/pip
 	@echo "Installing specjax and what its extra '$(EXTRAS)' needs into $(VENV), from PyPI: about half a minute."
 	$(PIP) install --editable '.[$(EXTRAS)]'
 	@touch $@ $(STAMPS)

@@ -69,6 +69,7 @@ from specjax.types import (
     TreeVerification,
     Verification,
 )
+from specjax.version import __version__ as __version__
 
 __all__ = [
     "CompiledGenerate",
@@ -138,8 +139,6 @@ __all__ = [
     "whole_prompt_drafter",
 ]
 
-__version__: str
-
 # Imported where they are first named: they need what extras install.
 _ROOMS = ("contrib", "models")
 
@@ -151,10 +150,6 @@ def __dir__() -> list[str]:
 if not typing.TYPE_CHECKING:  # A checker would take any name for one of this module.
 
     def __getattr__(name: str) -> object:
-        if name == "__version__":
-            from specjax.decode.compile.saved_programs import installed_version
-
-            return installed_version()
         if name in _ROOMS:
             return importlib.import_module(f"specjax.{name}")
         raise AttributeError(f"module 'specjax' has no attribute {name!r}")

@@ -19,10 +19,10 @@ from specjax.cli.processes import (
 )
 from specjax.cli.speculation_arguments import SPECULATION_OPTIONS, make_config, make_config_of
 from specjax.config import SpeculativeConfig
-from specjax.decode.compile.saved_programs import installed_version
 from specjax.engine.stop_strings import check_stop
 from specjax.implementation import NEWEST_TESTED_JAX
 from specjax.processing.sampling_params import SamplingParams
+from specjax.version import __version__
 
 __all__ = [
     "MAX_TEMPERATURE",
@@ -155,7 +155,7 @@ class _Parser(argparse.ArgumentParser):
 
 def _make_parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="specjax", description="Speculative decoding in JAX.", allow_abbrev=False)
-    version = f"specjax {installed_version()}, tested with jax up to {NEWEST_TESTED_JAX}"
+    version = f"specjax {__version__}, tested with jax up to {NEWEST_TESTED_JAX}"
     parser.add_argument("--version", action="version", version=version)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     generate = commands.add_parser(

@@ -26,7 +26,7 @@ PACKAGE = ROOT / "specjax"
 # From the ground up. A room imports rooms of lower floors; rooms of one floor do not import
 # one another. A room is a folder of the package, or one of its top-level files.
 FLOORS = (
-    ("types",),
+    ("types", "version"),
     ("implementation", "file_io", "markov_chain"),
     ("core",),
     ("devices",),

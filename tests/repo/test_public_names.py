@@ -1,8 +1,10 @@
 """What `specjax` shows: public names, rooms that are imported when they are named, a version."""
 
 import importlib.metadata
+import pathlib
 import subprocess
 import sys
+import tomllib
 import types
 import typing
 
@@ -10,7 +12,9 @@ import public_names
 import pytest
 
 import specjax
-from specjax import config
+from specjax import config, version
+
+ROOT = pathlib.Path(__file__).parents[2]
 
 
 def test_dir_shows_public_names_alone():
@@ -37,7 +41,12 @@ importlib.reload(specjax)
     assert run.returncode == 0, run.stderr
 
 
-def test_the_version_is_that_of_the_installation():
+def test_the_version_is_written_once_and_the_installation_has_it():
+    assert specjax.__version__ == version.__version__
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    assert "version" not in project["project"]
+    assert project["tool"]["hatch"]["version"] == {"path": "specjax/version.py"}
+    # `make` installs anew after a change of that file.
     assert specjax.__version__ == importlib.metadata.version("specjax")
 
 

@@ -21,8 +21,8 @@ from specjax.cli.sweep.measure import (
     measure_steps,
 )
 from specjax.cli.sweep.report import conclusion, conditions, report_tables, to_json, write_plot
-from specjax.decode.compile.saved_programs import installed_version
 from specjax.file_io import JsonObject
+from specjax.version import __version__
 
 __all__ = ["read_workload", "run_sweep"]
 
@@ -121,7 +121,7 @@ def _provenance(name: str, argv: list[str]) -> JsonObject:
         "pair": name,
         "device": jax.devices()[0].device_kind,
         "jax_version": jax.__version__,
-        "specjax_version": installed_version(),
+        "specjax_version": __version__,
         "python_version": sys.version.split()[0],
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": shlex.join(["specjax", *argv]),

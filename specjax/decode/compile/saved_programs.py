@@ -27,11 +27,11 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from specjax.decode.compile.cache_folder import processor_id
 from specjax.file_io import JsonObject, quote, replace_file
+from specjax.version import __version__
 
 __all__ = [
     "SavedProgram",
     "describe_process",
-    "installed_version",
     "load_program",
     "read_programs",
     "serialize_programs",
@@ -44,18 +44,12 @@ _MAX_HEADER_BYTES = 2**26
 _DIGEST_BYTES = 32
 
 
-def installed_version() -> str:
-    """Returns the version of specjax in the metadata of its installation."""
-    installed = importlib.metadata.distributions(name="specjax")
-    return next((one.version for one in installed), "(not installed)")
-
-
 def describe_process() -> dict[str, str]:
     """Returns the versions and the device of this process; a program runs on no others."""
     device = jax.devices()[0]
     processor = f", processor {processor_id()}" if device.platform == "cpu" else ""
     return {
-        "specjax": installed_version(),
+        "specjax": __version__,
         "jax": jax.__version__,
         "jaxlib": importlib.metadata.version("jaxlib"),
         "device": f"{device.device_kind}{processor}",
