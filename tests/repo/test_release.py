@@ -3,8 +3,10 @@
 import functools
 import pathlib
 import re
+import tomllib
 
 import pytest
+import yaml
 
 import specjax
 
@@ -12,6 +14,7 @@ pytestmark = pytest.mark.once
 
 ROOT = pathlib.Path(__file__).parents[2]
 CHANGELOG = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+REPOSITORY = "https://github.com/specjax/specjax"
 # Methods of values, and what no package of ours defines.
 OF_VALUES = {"draft.replace", "submit"}
 
@@ -64,3 +67,58 @@ def test_a_public_name_of_the_release_before_is_there_or_has_a_row():
     went = " ".join(left for left, _ in rows_of_tables())
     assert gone == ["rejection_sample_ragged"]
     assert all(f"`{name}" in went for name in gone)
+
+
+def included_in_the_sdist(path):
+    """Whether the patterns of pyproject.toml, or what every sdist has, name a path."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    patterns = project["tool"]["hatch"]["build"]["targets"]["sdist"]["include"]
+    always = ["/pyproject.toml", "/README.md", "/LICENSE", "/.gitignore"]
+    tops = {pattern.strip("/") for pattern in [*patterns, *always]}
+    assert not [top for top in tops if "*" in top]
+    assert not [top for top in tops if not (ROOT / top).exists()]
+    return path.relative_to(ROOT).parts[0] in tops
+
+
+def links_of(document):
+    """Files that a document links to, by relative links or by those of the repository's pages."""
+    text = re.sub(r"`[^`\n]*`", "", document.read_text(encoding="utf-8"))
+    for link in re.findall(r"\]\(([^()\s#]+)", text):
+        page = re.match(rf"{REPOSITORY}/(?:blob|tree|raw)/[^/]+/(.*)", link)
+        if page:
+            yield (ROOT / page[1]).resolve()
+        elif not re.match(r"https?://|mailto:", link):
+            yield (document.parent / link).resolve()
+
+
+DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_the_sdist_has_what_a_document_of_it_links_to(document):
+    assert included_in_the_sdist(document)
+    missing = [path for path in links_of(document) if not included_in_the_sdist(path)]
+    assert not missing
+
+
+def test_the_project_and_the_citation_name_the_repository():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert project["urls"]["Source"] == REPOSITORY
+    assert all(url.startswith(REPOSITORY) for url in project["urls"].values())
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert citation["repository-code"] == REPOSITORY
+    assert citation["license"] == project["license"]
+    # The version stands in one place, which is not this file.
+    assert "version" not in citation
+
+
+def test_an_issue_asks_for_the_smallest_input_versions_and_the_card():
+    folder = ROOT / ".github" / "ISSUE_TEMPLATE"
+    forms = {path.stem: yaml.safe_load(path.read_text()) for path in folder.glob("*.yml")}
+    assert set(forms) == {"bug", "config", "question", "wrong_distribution"}
+    for name in ("bug", "wrong_distribution"):
+        fields = {field["id"]: field for field in forms[name]["body"]}
+        assert {"input", "selftest", "card"} <= set(fields)
+        assert all(fields[one]["validations"]["required"] for one in ("input", "selftest", "card"))
+    security = (ROOT / "SECURITY.md").read_text(encoding="utf-8")
+    assert all(link["url"] in security for link in forms["config"]["contact_links"])
