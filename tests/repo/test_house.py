@@ -39,7 +39,7 @@ FLOORS = (
     ("decode",),
     ("engine",),
     ("__init__",),
-    ("models",),
+    ("models", "selftest"),
     ("contrib",),
     ("cli",),
     ("__main__",),
