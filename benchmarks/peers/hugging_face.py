@@ -1,8 +1,9 @@
-"""transformers' assisted generation, by enumeration: `_speculative_sampling` and its logits warpers.
+"""transformers' assisted generation, by enumeration.
 
-The function draws uniforms with `torch.rand_like`, of the acceptance ratios, and the last token with
-`torch.multinomial`, of its weights. Both are replaced: the first accepts as many tokens as it is told
-and records the ratios, the second records the weights. So each outcome has its probability.
+`_speculative_sampling` draws uniforms with `torch.rand_like`, in the shape of the ratios, and the
+last token with `torch.multinomial`, from its weights. Both are replaced: the first accepts as many
+tokens as it is told and keeps the ratios, the second keeps the weights. So each outcome has its
+probability. Drafts without logits go through `generate` as a whole.
 """
 
 import contextlib
@@ -37,7 +38,7 @@ def version() -> str:
 
 
 class _Draws:
-    """Stands in for torch's draws: accepts `num_accepted` tokens, and records what is drawn from."""
+    """Stands in for torch's draws: accepts `num_accepted` tokens, and keeps what is drawn from."""
 
     def __init__(self, num_accepted: int) -> None:
         self.num_accepted = num_accepted
@@ -167,9 +168,9 @@ def lookup_outcomes(rows: Rows, kind: Kind) -> Outcomes:
     triples = itertools.product(range(size), repeat=k + 1) if kind.temperature else [None]
     for triple in triples:
         draws, streamer = _GivenTokens(triple), _FirstStep()
-        with mock.patch.object(torch, "multinomial", draws.multinomial):
-            with contextlib.suppress(StopIteration):
-                model.generate(prompt, streamer=streamer, **options)
+        given = mock.patch.object(torch, "multinomial", draws.multinomial)
+        with given, contextlib.suppress(StopIteration):
+            model.generate(prompt, streamer=streamer, **options)
         padding = (size,) * (k + 1 - len(streamer.tokens))
         outcomes[(*streamer.tokens, *padding)] += draws.chance
     return outcomes
@@ -190,7 +191,7 @@ def cases() -> Iterator[dict[str, Any]]:
             q = draft[0].double().softmax(dim=-1).numpy()
             outcomes = sampling_outcomes(rows, target, draft, q)
             yield measure(case, CALL, outcomes, rows, kind, size=size)
-        note = "as `SinglePositionMultiTokenCandidateGenerator` drafts for Gemma 4: argmax tokens, with their logits"
+        note = "as `SinglePositionMultiTokenCandidateGenerator` drafts for Gemma 4"
         for case, kind in (
             ("argmax, with logits", Kind()),
             ("argmax, with logits, T = 0.7, top-p 0.8", Kind(0.7, 0.8)),

@@ -1,9 +1,9 @@
-"""keras-hub's `SpeculativeSampler`, by enumeration: whole calls with functions that return fixed logits.
+"""keras-hub's `SpeculativeSampler`, by enumeration: calls with functions that return fixed logits.
 
-It drafts by argmax, accepts a token where `uniform * q < p`, and draws the last token by the argmax of
-log-weights and Gumbel noise. The uniforms of acceptance are given, so that each pattern of accepted
-tokens occurs once; the noise is constant, so that the argument of the argmax gives the weights. All
-rows of a batch advance by the fewest accepted tokens among them.
+The sampler drafts by argmax, accepts a token where `uniform * q < p`, and draws the last token by the
+argmax of log-weights and Gumbel noise. The uniforms of acceptance are given, so that each pattern of
+accepted tokens occurs once. The noise is constant, so that the argument of the argmax gives the
+weights. All rows of a batch advance by the fewest accepted tokens among them.
 """
 
 import itertools
@@ -25,7 +25,8 @@ CALL = "samplers.SpeculativeSampler"
 
 
 def version() -> str:
-    return f"keras-hub {keras_hub.__version__}, keras {keras.__version__} ({keras.backend.backend()})"
+    backend = keras.backend.backend()
+    return f"keras-hub {keras_hub.__version__}, keras {keras.__version__} on {backend}"
 
 
 class _Found(NamedTuple):
@@ -149,7 +150,6 @@ def cases() -> Iterator[dict[str, Any]]:
     samplers = keras_hub.samplers
     for size, make in ROWS.items():
         rows = make()
-        base = samplers.RandomSampler()
         for case, kind, base, batch in (
             ("argmax", Kind(), samplers.RandomSampler(), [rows]),
             ("argmax, T = 0.7", Kind(0.7), samplers.RandomSampler(), [rows]),

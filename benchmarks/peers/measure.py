@@ -1,4 +1,4 @@
-"""What a case of a peer records: total variation of the first token, and of all that a step decides."""
+"""What a case records: total variation of the first token, and of all that a step decides."""
 
 from typing import Any
 

@@ -2,25 +2,28 @@
 
 python3 -m benchmarks.peers.vllm_kernels --vllm build/peers/vllm
 
-The folder holds a few files of the wheel, as `benchmarks/vllm/files.py` reads them. Drafts are drawn by
-vLLM's `gumbel_sample`, with the arguments that its speculator gives, from unfiltered draft logits at
-the request's temperature; "argmax" drafts come without logits. Temperature and top-p are applied to
-the target's rows by vLLM's kernels, as `Sampler.apply_sampling_params` does.
+The folder holds a few files of the wheel, as `benchmarks/vllm/files.py` reads them. Drafts are drawn
+by vLLM's `gumbel_sample`, with the arguments that its speculator gives, from unfiltered draft logits
+at the request's temperature; "argmax" drafts come without logits. Temperature and top-p are applied
+to the target's rows by vLLM's kernels, as `Sampler.apply_sampling_params` does.
 """
 
 import argparse
+import importlib
 import json
 import pathlib
+import types
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import triton
+import triton.language as tl
 
 from benchmarks.peers.inputs import MIXED, ROWS, Array, Kind, Rows, count_outcomes
 from benchmarks.peers.measure import measure
-from benchmarks.vllm.files import Functions, load, load_filters
+from benchmarks.vllm.files import SAMPLER, Functions, load, load_filters
 
 NAME = "vLLM"
 CALL = "v1.worker.gpu.spec_decode.rejection_sampler_utils.rejection_sample"
@@ -72,21 +75,17 @@ class Batch:
         return kernels.filter_rows(rows, None, self.top_p) if self.has_top_p else rows
 
     def drafts(self, functions: Functions, seeds: torch.Tensor) -> torch.Tensor:
-        """Tokens [B, K] of vLLM's draws."""
-        cache = torch.zeros_like(self.draft)
+        """Tokens [B, K] of vLLM's draws; seeds are mixed with the step as `spec_step_seed` does."""
         tokens = []
         for i in range(self.rows.k):
-            column = torch.tensor(i, dtype=torch.int32, device=self.device)
             drawn = functions.gumbel_sample(
                 self.draft[:, i].contiguous(),
                 self.requests,
                 self.temperature,
-                seeds,
+                seeds ^ (i << 32),
                 torch.full_like(seeds, 100 + i),
                 apply_temperature=True,
                 is_drafting=True,
-                logits_cache=cache,
-                logits_cache_col=column,
             )
             tokens.append(drawn)
         return torch.stack(tokens, dim=1)
@@ -152,13 +151,25 @@ def cases(kernels: Kernels, size: Size, device: str) -> Iterator[dict[str, Any]]
                 yield from run(case, rows, MIXED, on)
 
 
+def filter_by_sorting(rows: torch.Tensor, _: None, top_p: torch.Tensor) -> torch.Tensor:
+    """Top-p for a rehearsal: Triton's interpreter does not run vLLM's filter."""
+    probs, order = rows.softmax(dim=-1).sort(dim=-1, descending=True)
+    is_cut = probs.cumsum(dim=-1) - probs >= top_p[:, None]
+    return rows.masked_fill(is_cut.gather(1, order.argsort(dim=-1)), -torch.inf)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--vllm", type=pathlib.Path, help="folder of files of an unpacked wheel")
     parser.add_argument("--smoke", action="store_true", help="tiny, on a CPU: TRITON_INTERPRET=1")
     args = parser.parse_args()
     functions = load(args.vllm)
-    kernels = Kernels(functions, load_filters(args.vllm)[0])
+    if args.smoke:
+        # Triton's interpreter has no functions of libdevice.
+        sampler = importlib.import_module(SAMPLER)
+        sampler.tldevice = types.SimpleNamespace(log1p=lambda x: tl.log(1.0 + x))
+    filter_rows = filter_by_sorting if args.smoke else load_filters(args.vllm)[0]
+    kernels = Kernels(functions, filter_rows)
     device, size = ("cpu", Size(12, 1)) if args.smoke else ("cuda", Size())
     name = "cpu" if args.smoke else torch.cuda.get_device_name()
     version = f"{functions.source}, torch {torch.__version__}, triton {triton.__version__}"
