@@ -1,17 +1,15 @@
 """The conversions of docs/from_vllm.md emit by the probabilities of vLLM's rule, enumerated."""
 
 import collections
-import pathlib
-import re
 
 import jax
 import numpy as np
+import pages
 import pytest
 from scipy import stats
 
 pytestmark = [pytest.mark.lenient, pytest.mark.once]
 
-PAGE = pathlib.Path(__file__).parents[2] / "docs" / "from_vllm.md"
 V, K, COPIES = 5, 2, 4000
 COUNTS = (2, 0, 1)
 TEMPERATURES = (0.8, 1.0, 1.3)
@@ -20,10 +18,7 @@ TEMPERATURES = (0.8, 1.0, 1.3)
 @pytest.fixture(scope="module")
 def page():
     """The names that the page's code defines."""
-    code = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
-    names = {}
-    exec(compile("\n".join(code), str(PAGE), "exec"), names)
-    return names
+    return pages.define("from_vllm.md")
 
 
 def enumerate_outputs(p, q, drafted):
