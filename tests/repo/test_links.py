@@ -11,7 +11,7 @@ pytestmark = pytest.mark.once
 ROOT = pathlib.Path(__file__).parents[2]
 DOCUMENTS = sorted(
     path
-    for pattern in ("*.md", "docs/*.md", "benchmarks/*.md", "tests/**/*.md", "specjax/**/*.md")
+    for pattern in ("*.md", "docs/**/*.md", "benchmarks/*.md", "tests/**/*.md", "specjax/**/*.md")
     for path in ROOT.glob(pattern)
 )
 
