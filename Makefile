@@ -20,7 +20,7 @@ SPECULATORS_NEEDS = torch 'transformers<=5.19' openai 'datasets<=5.1' 'loguru<=0
 # A Python that sees an NVIDIA GPU, with jax, pytest, chex, hypothesis and scipy.
 PYTHON_GPU ?= python3
 
-.PHONY: demo quick kernels test checks nightly parity head-parity tunix gpu-test gpu-sanitize lint wheel clean
+.PHONY: demo quick kernels test checks nightly parity head-parity tunix gpu-test gpu-sanitize lint docs wheel clean
 
 demo: $(VENV)/.demo
 	$(VENV)/bin/specjax generate --prompt-file examples/prompt.txt --temperature 0.7 --max-new-tokens 256 --compare
@@ -77,6 +77,10 @@ lint: $(VENV)/.lint
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 
+# The site, into build/docs. A warning is an error, and nothing is read from the network.
+docs: $(VENV)/.docs
+	$(VENV)/bin/python -m sphinx -W --keep-going -q -d build/doctrees docs build/docs
+
 wheel: $(VENV)/.lint
 	$(PIP) wheel --no-deps --wheel-dir dist .
 
@@ -89,8 +93,9 @@ $(VENV)/.test: EXTRAS = test
 $(VENV)/.parity: EXTRAS = test,parity
 $(VENV)/.tunix: EXTRAS = test,tunix
 $(VENV)/.lint: EXTRAS = test,lint
+$(VENV)/.docs: EXTRAS = docs
 $(VENV)/.parity $(VENV)/.tunix $(VENV)/.lint: STAMPS = $(VENV)/.test
-$(VENV)/.demo $(VENV)/.test $(VENV)/.parity $(VENV)/.tunix $(VENV)/.lint: pyproject.toml specjax/version.py | $(VENV)/bin/pip
+$(VENV)/.demo $(VENV)/.test $(VENV)/.parity $(VENV)/.tunix $(VENV)/.lint $(VENV)/.docs: pyproject.toml specjax/version.py | $(VENV)/bin/pip
 	@echo "Installing specjax and what its extra '$(EXTRAS)' needs into $(VENV), from PyPI: about half a minute."
 	$(PIP) install --editable '.[$(EXTRAS)]'
 	@touch $@ $(STAMPS)
