@@ -10,6 +10,7 @@ import inspect
 import pathlib
 import re
 import textwrap
+from collections.abc import Iterable
 
 # Section, a sentence about it, and its names: those of `specjax` unless a room is named.
 PAGES = (
@@ -112,6 +113,7 @@ def write(folder: pathlib.Path) -> None:
     """Writes every page into `folder`, and removes pages of names that are gone."""
     folder.mkdir(exist_ok=True)
     pages = {f"{name}.md": page(name) for name in NAMES} | {"index.md": index()}
+    pages |= {f"{_file(title)}.md": section(*row) for row in PAGES for title in row[:1]}
     for path in folder.glob("*.md"):
         if path.name not in pages:
             path.unlink()
@@ -123,15 +125,22 @@ def write(folder: pathlib.Path) -> None:
 
 
 def index() -> str:
-    """Returns the list of all names, by section, each with the first line of its docstring."""
-    parts = [
-        "# Reference\n\nA page for each public name. Everything else may change at any time.\n"
-    ]
-    for title, sentence, names in PAGES:
-        rows = [f"| [`{name}`]({name}.md) | {_text(_first_line(name))} |" for name in names.split()]
-        parts += [f"## {title}\n\n{sentence}\n\n| name | |\n|---|---|\n" + "\n".join(rows) + "\n"]
-        parts += ["```{toctree}\n:hidden:\n\n" + "\n".join(names.split()) + "\n```\n"]
-    return "\n".join(parts)
+    """Returns the first page: all names, by section."""
+    rows = []
+    for title, _, names in PAGES:
+        links = ", ".join(_text(f"`{name}`") for name in names.split())
+        rows.append(f"| [{title}]({_file(title)}.md) | {links} |")
+    return (
+        "# Reference\n\nA page for each public name. What has no page here is private.\n\n"
+        "| | |\n|---|---|\n" + "\n".join(rows) + "\n\n" + _toctree(_file(row[0]) for row in PAGES)
+    )
+
+
+def section(title: str, sentence: str, names: str) -> str:
+    """Returns the page of a section: its names, each with the first line of its docstring."""
+    rows = [f"| [`{name}`]({name}.md) | {_text(_first_line(name))} |" for name in names.split()]
+    table = "| | |\n|---|---|\n" + "\n".join(rows)
+    return f"# {title}\n\n{sentence}\n\n{table}\n\n" + _toctree(names.split())
 
 
 def page(name: str) -> str:
@@ -141,7 +150,7 @@ def page(name: str) -> str:
     body = _docstring(inspect.getdoc(value) or "", name)
     if isinstance(value, type):
         body += "\n" + "\n".join(_members(value, name))
-    return f"# `{name}`\n\n" + _directive(kind, f"specjax.{name}{_signature(value)}", body, 5)
+    return f"# {name}\n\n" + _directive(kind, f"specjax.{name}{_signature(value)}", body, 5)
 
 
 def find(name: str) -> object:
@@ -155,6 +164,14 @@ def find(name: str) -> object:
 def _directive(kind: str, signature: str, body: str, num_ticks: int) -> str:
     fence = "`" * num_ticks
     return f"{fence}{{py:{kind}}} {signature}\n{body.rstrip()}\n{fence}\n"
+
+
+def _file(title: str) -> str:
+    return title.lower().replace(" ", "-")
+
+
+def _toctree(pages: Iterable[str]) -> str:
+    return "```{toctree}\n:hidden:\n\n" + "\n".join(pages) + "\n```\n"
 
 
 def _first_line(name: str) -> str:
@@ -212,7 +229,10 @@ def _shown(default: object) -> object:
     """Returns a default as it is, or the name of a type, a function or another value's type."""
     if default is inspect.Parameter.empty or isinstance(default, str | int | float | tuple | None):
         return default
-    return _Named(getattr(default, "__name__", f"{type(default).__name__}()"))
+    plain = "=" not in repr(default) and "<" not in repr(default)
+    return _Named(
+        getattr(default, "__name__", repr(default) if plain else f"{type(default).__name__}()")
+    )
 
 
 def _docstring(text: str, here: str) -> str:
@@ -278,6 +298,6 @@ def _text(line: str, here: str = "") -> str:
         elif part.startswith("`"):
             called = re.sub(r"^specjax\.|\(.*", "", part.strip("`"))
             target = _LINKS.get(called)
-            if target and target != here:
+            if target and target != here and not (here and hasattr(find(here), called)):
                 parts[i] = f"[{part}]({target}.md)"
     return "".join(parts)
