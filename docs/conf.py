@@ -41,20 +41,33 @@ pygments_style = "friendly"
 suppress_warnings = ["misc.highlighting_failure"]
 
 
-def links_as_in_the_site(app, name, source):
-    """Makes links that leave docs/, or that name the repository's docs/, those of the site."""
-    depth = name.count("/")
-    text = source[0]
-    readme = (HERE.parent / "README.md").read_text(encoding="utf-8").partition("\n")[2]
-    text = text.replace("<!-- README.md stands here -->", readme)
-    up = r"\.\./" * (depth + 1)
-    text = re.sub(rf"\]\({up}(?!\.\.)([^()\s]+\.(?:png|svg))\)", r"](PICTURE/\1)", text)
+def site_text(text, depth):
+    """Returns a page's Markdown with the parts of root files, and with links as the site has them.
+
+    `<!-- FILE stands here -->` becomes a file of the root without its title, and `<!-- FILE, TITLE
+    stands here -->` its section of that title. Links of docs/ that leave it lead to the repository,
+    pictures to files. Links to the repository's docs/ stay in the site.
+    """
+    text = re.sub(r"<!-- (\S+\.md)(?:, (.*?))? stands here -->", quoted_text, text)
+    here, up = "../" * depth, r"\.\./" * (depth + 1)
+    text = re.sub(rf"\]\({up}(?!\.\.)([^()\s]+\.(?:png|svg))\)", rf"]({RAW}/\1)", text)
     text = re.sub(rf"\]\({up}(?!\.\.)([^()\s]+)\)", rf"]({REPOSITORY}/blob/main/\1)", text)
-    text = text.replace("](PICTURE/", "](" + "../" * (depth + 1))
-    here = "../" * depth
     text = text.replace(f"]({REPOSITORY}/blob/main/docs/", f"]({here}")
-    text = text.replace(f"]({RAW}/docs/", f"]({here}").replace(f"]({RAW}/", f"](../{here}")
-    source[0] = text
+    return text.replace(f"]({RAW}/docs/", f"]({here}").replace(f"]({RAW}/", f"](../{here}")
+
+
+def quoted_text(match):
+    """Returns what a mark of `site_text` names, with links from the root of the repository."""
+    text = (HERE.parent / match[1]).read_text(encoding="utf-8").partition("\n")[2]
+    if match[2]:
+        title = rf"^#+ {re.escape(match[2])}\n(.*?)(?=^#|\Z)"
+        text = re.findall(title, text, re.MULTILINE | re.DOTALL)[0]
+    return re.sub(r"\]\((?!https?:|#)([^()\s]+)\)", rf"]({REPOSITORY}/blob/main/\1)", text)
+
+
+def rewrite_source(app, name, source):
+    """Gives Sphinx `site_text` in place of a file's own text."""
+    source[0] = site_text(source[0], name.count("/"))
 
 
 def visit_math(self, node):
@@ -71,6 +84,6 @@ def visit_math_block(self, node):
 
 def setup(app):
     reference_pages.write(HERE / "reference")
-    app.connect("source-read", links_as_in_the_site)
+    app.connect("source-read", rewrite_source)
     app.add_html_math_renderer("mathml", (visit_math, None), (visit_math_block, None))
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -92,10 +92,6 @@ PAGES = (
     ),
 )
 NAMES = tuple(name for _, _, names in PAGES for name in names.split())
-# A name that a docstring has in backticks leads to its page. `expected_acceptance_length` has two.
-_LINKS = {name.rpartition(".")[2]: name for name in reversed(NAMES)}
-_LINKS |= {name: name for name in NAMES}
-
 _SECTIONS = (
     "Args",
     "Attributes",
@@ -182,7 +178,7 @@ def _members(value: type, name: str) -> list[str]:
     """Returns the public methods and properties of a class, and the constants of a plain one."""
     parts = []
     for attribute, member in vars(value).items():
-        if attribute.startswith("_"):
+        if attribute.startswith("_") or attribute in getattr(value, "__annotations__", {}):
             continue
         if isinstance(member, str | int):
             parts.append(_directive("attribute", f"{attribute} = {member!r}", "", 4))
@@ -296,8 +292,17 @@ def _text(line: str, here: str = "") -> str:
         if i % 2 == 0:
             parts[i] = re.sub(r"([*<])", r"\\\1", part) if not part.startswith("$$") else part
         elif part.startswith("`"):
-            called = re.sub(r"^specjax\.|\(.*", "", part.strip("`"))
-            target = _LINKS.get(called)
-            if target and target != here and not (here and hasattr(find(here), called)):
-                parts[i] = f"[{part}]({target}.md)"
+            target = _linked(re.sub(r"^specjax\.|\(.*", "", part.strip("`")), here)
+            parts[i] = f"[{part}]({target}.md)" if target else part
     return "".join(parts)
+
+
+def _linked(name: str, here: str) -> str | None:
+    """Returns the page to which a name leads from another page, or None: there, or of its own room."""
+    if not here:
+        return name if name in NAMES else None
+    if hasattr(find(here), name):  # A method of that class, or a field.
+        return None
+    room, _, own = here.rpartition(".")
+    known = [page for page in (f"{room}.{name}".lstrip("."), name) if page in NAMES]
+    return known[0] if known and name != own else None
