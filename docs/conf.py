@@ -15,6 +15,7 @@ import reference_pages  # noqa: E402
 import specjax  # noqa: E402
 
 REPOSITORY = "https://github.com/specjax/specjax"
+BLOB = f"{REPOSITORY}/blob/main"
 RAW = "https://raw.githubusercontent.com/specjax/specjax/main"
 
 project = "specjax"
@@ -46,14 +47,23 @@ def site_text(text, depth):
 
     `<!-- FILE stands here -->` becomes a file of the root without its title, and `<!-- FILE, TITLE
     stands here -->` its section of that title. Links of docs/ that leave it lead to the repository,
-    pictures to files. Links to the repository's docs/ stay in the site.
+    pictures to files. Links to the repository's docs/ stay in the site. The first time that a page
+    names a public name as code, the name leads to its page in the reference.
     """
     text = re.sub(r"<!-- (\S+\.md)(?:, (.*?))? stands here -->", quoted_text, text)
-    here, up = "../" * depth, r"\.\./" * (depth + 1)
-    text = re.sub(rf"\]\({up}(?!\.\.)([^()\s]+\.(?:png|svg))\)", rf"]({RAW}/\1)", text)
-    text = re.sub(rf"\]\({up}(?!\.\.)([^()\s]+)\)", rf"]({REPOSITORY}/blob/main/\1)", text)
-    text = text.replace(f"]({REPOSITORY}/blob/main/docs/", f"]({here}")
-    return text.replace(f"]({RAW}/docs/", f"]({here}").replace(f"]({RAW}/", f"](../{here}")
+    here, root = "../" * depth, "../" * (depth + 1)
+
+    def moved(match):
+        start, target, end = match.groups()
+        if target.startswith(root) and not target.startswith(f"{root}../"):
+            is_picture = target.endswith((".png", ".svg"))
+            target = f"{RAW if is_picture else BLOB}/{target.removeprefix(root)}"
+        target = re.sub(f"^(?:{BLOB}|{RAW})/docs/", here, target)
+        return start + target.replace(f"{RAW}/", root) + end
+
+    text = re.sub(r"(\]\()([^()\s]+)(\))", moved, text)
+    text = re.sub(r"^(\[[^\]]+\]: )(\S+)()$", moved, text, flags=re.MULTILINE)
+    return linked_names(text, here)
 
 
 def quoted_text(match):
@@ -62,12 +72,32 @@ def quoted_text(match):
     if match[2]:
         title = rf"^#+ {re.escape(match[2])}\n(.*?)(?=^#|\Z)"
         text = re.findall(title, text, re.MULTILINE | re.DOTALL)[0]
-    return re.sub(r"\]\((?!https?:|#)([^()\s]+)\)", rf"]({REPOSITORY}/blob/main/\1)", text)
+    return re.sub(r"\]\((?!https?:|#)([^()\s]+)\)", rf"]({BLOB}/\1)", text)
+
+
+def linked_names(text, here):
+    """Returns Markdown whose first mention of each public name leads to its page."""
+    seen = set()
+
+    def linked(match):
+        name = match[1].removeprefix("specjax.")
+        if name not in reference_pages.NAMES or name in seen:
+            return match[0]
+        seen.add(name)
+        return f"[{match[0]}]({here}reference/{name}.md)"
+
+    # Blocks of code, headings and links stay as they are.
+    parts = re.split(
+        r"(^```.*?^```|^#.*?$|\[[^\]]*\]\([^)]*\))", text, flags=re.MULTILINE | re.DOTALL
+    )
+    pattern = r"(?<!`)`([\w.]+)(?:\([^`]*\))?`(?!`)"
+    return "".join(part if i % 2 else re.sub(pattern, linked, part) for i, part in enumerate(parts))
 
 
 def rewrite_source(app, name, source):
     """Gives Sphinx `site_text` in place of a file's own text."""
-    source[0] = site_text(source[0], name.count("/"))
+    if not name.startswith("reference/"):
+        source[0] = site_text(source[0], name.count("/"))
 
 
 def visit_math(self, node):

@@ -177,7 +177,7 @@ def _first_line(name: str) -> str:
 def _members(value: type, name: str) -> list[str]:
     """Returns the public methods and properties of a class, and the constants of a plain one."""
     parts = []
-    for attribute, member in vars(value).items():
+    for attribute, member in list(vars(value).items()):
         if attribute.startswith("_") or attribute in getattr(value, "__annotations__", {}):
             continue
         if isinstance(member, str | int):
@@ -298,7 +298,7 @@ def _text(line: str, here: str = "") -> str:
 
 
 def _linked(name: str, here: str) -> str | None:
-    """Returns the page to which a name leads from another page, or None: there, or of its own room."""
+    """Returns the page to which a name leads: that of the same room before one of `specjax`."""
     if not here:
         return name if name in NAMES else None
     if hasattr(find(here), name):  # A method of that class, or a field.

@@ -1,6 +1,6 @@
 """Makes the tables of models over several GPUs: what was measured, and what a cost model says.
 
-python -m benchmarks.tables.mesh benchmarks/results/h200_mesh.json --readme docs/scaling.md
+python -m benchmarks.tables.mesh benchmarks/results/h200_mesh.json --readme docs/measurements.md
 
     step_ms(N) = bytes / N / BANDWIDTH + products * PRODUCT + L * LAYER + sums * SUM
 

@@ -193,7 +193,7 @@ def test_prompts_that_begin_as_the_tokenizer_would_begin_them_give_one_warning(
 
 
 def test_the_lines_that_the_documentation_shows_are_read():
-    section = (ROOT / "docs" / "usage.md").read_text().split("## Files of prompts")[1]
+    section = (ROOT / "docs" / "command.md").read_text().split("## Files of prompts")[1]
     lines, problems = read_lines(section.split("```json\n")[1].split("```")[0].encode(), str)
     assert problems == []
     assert [line.number for line in lines] == [1, 2, 3]

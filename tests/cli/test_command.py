@@ -212,9 +212,9 @@ def test_a_text_of_models_over_devices_is_that_of_one(capsys, pair, monkeypatch)
     # Each of XLA's flags for sums in graphs is set where it was not given.
     monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_enable_command_buffer=FUSION")
     options = ["--draft", "none", "--repetition-penalty", "1.2", "--logprobs", "2"]
-    # README's command gives a CPU so many devices.
+    # The documented command gives a CPU so many devices.
     pattern = r"JAX_NUM_CPU_DEVICES=(\d) specjax generate .*(--mesh) \1\n"
-    number, option = re.search(pattern, (ROOT / "README.md").read_text()).groups()
+    number, option = re.search(pattern, (ROOT / "docs" / "scaling.md").read_text()).groups()
     one = run_json(capsys, pair, *options)
     # JAX keeps its programs, where the command kept those of one device.
     kept = []

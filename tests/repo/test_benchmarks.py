@@ -349,7 +349,7 @@ def test_steps_are_timed_from_one_beginning_to_the_next(benchmark):
         ("cutoff", "cutoff_table", "docs/measurements.md", "h200"),
         ("cutoff", "brief_table", "docs/speed.md", "h200"),
         ("decode", "decode_table", "docs/measurements.md", "h200"),
-        ("mesh", "mesh_table", "docs/scaling.md", "h200"),
+        ("mesh", "mesh_table", "docs/measurements.md", "h200"),
     ],
 )
 def test_the_tables_of_the_documents_are_those_of_the_measurements(

@@ -32,7 +32,7 @@ def tables():
 
 
 def chances_of_prefixes(p, q, draft, method):
-    """P(exactly i drafted tokens are accepted), and rho_i, of one draft, as docs/contract.md says.
+    """P(exactly i drafted tokens are accepted), and rho_i, of one draft, as the documents say.
 
     Block verification: the longest prefix of which u_i < h_i, the uniforms independent.
     """
@@ -151,8 +151,8 @@ def test_expected_and_counted_tokens_per_step_agree():
             assert abs(x[name] - same[name]) < 4 * error
 
 
-def test_the_readme_quotes_the_gain():
+def test_the_page_of_rules_quotes_the_gain():
     result = json.loads(RESULT.read_text(encoding="utf-8"))
     gains = {(x["K"], x["temperature"]): 100 * x["gain"] for x in result["expected"]}
     quoted = f"{gains[4, 0.7]:.0f} % more tokens per step at K = 4, {gains[8, 0.7]:.0f} % at K = 8"
-    assert quoted in (ROOT / "README.md").read_text(encoding="utf-8")
+    assert quoted in (ROOT / "docs" / "rules.md").read_text(encoding="utf-8")

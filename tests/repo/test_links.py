@@ -1,4 +1,4 @@
-"""Links between documents lead to files and headings that exist."""
+"""Links between documents, and those that name this repository, lead to files and headings."""
 
 import functools
 import pathlib
@@ -13,6 +13,12 @@ DOCUMENTS = sorted(
     path
     for pattern in ("*.md", "docs/**/*.md", "benchmarks/*.md", "tests/**/*.md", "specjax/**/*.md")
     for path in ROOT.glob(pattern)
+    # Pages that a build of the site writes.
+    if path.parent != ROOT / "docs" / "reference"
+)
+# What a package index and the site show of README leads here.
+ABROAD = re.compile(
+    "https://(?:github.com/specjax/specjax/blob|raw.githubusercontent.com/specjax/specjax)/main/"
 )
 
 
@@ -42,13 +48,26 @@ def anchors(path):
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_links_lead_to_files_and_headings(path):
     text = without_code(path.read_text(encoding="utf-8"))
-    for target in re.findall(r"\]\(([^()\s]+)\)", text):
+    inline, defined = r"\]\(([^()\s]+)\)", r"^\[[^\]]+\]: (\S+)$"
+    for target in re.findall(inline, text) + re.findall(defined, text, re.MULTILINE):
+        here = ROOT if ABROAD.match(target) else path.parent
+        target = ABROAD.sub("", target)
         if re.match(r"https?://|mailto:", target):
             continue
         name, _, anchor = target.partition("#")
-        file = (path.parent / name).resolve() if name else path
+        file = (here / name).resolve() if name else path
         assert file.exists(), f"{target} of {path.name} is not there"
         assert not anchor or anchor in anchors(file), f"{file.name} has no heading {anchor}"
+
+
+def test_links_of_the_readme_are_absolute_and_each_that_it_names_is_defined():
+    """Elsewhere than here, on a package index for one, a relative link leads nowhere."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    defined = re.findall(r"^\[([^\]]+)\]: https://", text, re.MULTILINE)
+    assert len(re.findall(r"^\[[^\]]+\]:", text, re.MULTILINE)) == len(defined)
+    named = re.findall(r"\[([^\]]+)\]\[([^\]]*)\]", without_code(text))
+    assert {(name or title).lower() for title, name in named} == set(defined)
+    assert all(target.startswith("https://") for target in re.findall(r"\]\(([^)]+)\)", text))
 
 
 def test_anchors_are_those_of_github(tmp_path):

@@ -1,4 +1,4 @@
-"""Random checkpoints, small ones, where the commands of docs/usage.md look for them."""
+"""Random checkpoints, small ones, where the commands of docs/checkpoints.md look for them."""
 
 import dataclasses
 
@@ -46,7 +46,7 @@ def write_checkpoint(path, config, seed=0):
 
 
 def write_checkpoints(folder):
-    """Writes a Qwen, its small sibling and a head under the names that docs/usage.md gives them.
+    """Writes a Qwen, its small sibling and a head under the names of docs/checkpoints.md.
 
     The models are unrelated but their distributions flat: about half of the drafted tokens are
     accepted.
