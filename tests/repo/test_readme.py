@@ -1,4 +1,4 @@
-"""README's figures are those of the tables; commands of docs/checkpoints.md run on random folders."""
+"""README's figures are those of the tables; commands of docs/checkpoints.md run on folders."""
 
 import os
 import pathlib
