@@ -1,6 +1,6 @@
-"""Every public name has a page in the reference, and the page has all that its docstring says."""
+"""Every public name has a page in the reference, and pages lead to one another in the site."""
 
-import importlib.util
+import importlib
 import pathlib
 import re
 
@@ -12,13 +12,16 @@ pytestmark = pytest.mark.once
 ROOT = pathlib.Path(__file__).parents[2]
 
 
-@pytest.fixture(scope="module")
-def reference():
-    path = ROOT / "docs" / "reference_pages.py"
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+@pytest.fixture
+def reference(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    return importlib.import_module("reference_pages")
+
+
+@pytest.fixture
+def site(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    return importlib.import_module("site_text")
 
 
 def as_in_the_reference(name):
@@ -87,3 +90,43 @@ References:
     assert "- `x`, `y`: two numbers.\n- `z`: [`Draft`](Draft.md)." in page
     assert "```pycon\n>>> 1\n1\n```\n\nThen\n\n\n```pycon\n>>> 2\n2\n```" in page
     assert "[arXiv:2211.17192](https://arxiv.org/abs/2211.17192)." in page
+
+
+def test_links_of_a_page_are_those_of_the_site(site):
+    there = "https://github.com/specjax/specjax/blob/main"
+    raw = "https://raw.githubusercontent.com/specjax/specjax/main"
+    for depth, page, adapted in (
+        (0, "[a](b.md#c)", "[a](b.md#c)"),
+        (0, "[a](../MODEL_CARD.md#c)", f"[a]({there}/MODEL_CARD.md#c)"),
+        (1, "[a](../b.md)", "[a](../b.md)"),
+        (1, "[a](../../examples/a.py)", f"[a]({there}/examples/a.py)"),
+        (0, "![a](../benchmarks/a.png)", "![a](../benchmarks/a.png)"),
+        (0, f"[a]({there}/docs/b.md#c)", "[a](b.md#c)"),
+        (1, f"[a]({there}/docs/b.md)", "[a](../b.md)"),
+        (0, f"![a]({raw}/docs/a.svg)", "![a](a.svg)"),
+        (0, f"[a]: {there}/docs/b.md\n", "[a]: b.md\n"),
+        (0, f"[a]: {there}/CHANGELOG.md\n", f"[a]: {there}/CHANGELOG.md\n"),
+    ):
+        assert site.adapt(page, depth) == adapted
+
+
+def test_the_first_mention_of_a_name_leads_to_its_page(site):
+    page = (
+        "# `unpad`\n\n`unpad(ids)` and `specjax.unpad`, [`commit`](a.md), `theory.best_k`, `x`.\n"
+    )
+    assert site.adapt(page, 1) == (
+        "# `unpad`\n\n[`unpad(ids)`](../reference/unpad.md) and `specjax.unpad`, [`commit`](a.md), "
+        "[`theory.best_k`](../reference/theory.best_k.md), `x`.\n"
+    )
+    block = "```python\n# `unpad`\n```\n"
+    assert site.adapt(block, 0) == block
+
+
+def test_a_mark_is_replaced_by_a_file_or_its_section(site):
+    whole = site.adapt("# A\n\n<!-- README.md stands here -->\n", 0)
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert whole.startswith("# A\n\n\nSpeculative decoding")
+    assert len(whole.splitlines()) == len(readme.splitlines()) + 2
+    section = site.adapt("<!-- MODEL_CARD.md, Training stands here -->", 0)
+    assert "examples/train_pair.py" in section
+    assert "#" not in section
