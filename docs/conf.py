@@ -33,6 +33,8 @@ html_theme_options = {
     "source_repository": site_text.REPOSITORY,
     "source_branch": "main",
     "source_directory": "docs/",
+    # Pages of the reference have no file to view or edit.
+    "top_of_page_buttons": [],
 }
 exclude_patterns = ["_build"]
 pygments_style = "friendly"
