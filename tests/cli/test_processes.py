@@ -32,7 +32,7 @@ SECONDS_TO_END, SECONDS_OF_ALL = 60, 400
 def documented_commands():
     """The arguments of the commands of docs/scaling.md, the first process's first."""
     text = (ROOT / "docs" / "scaling.md").read_text(encoding="utf-8")
-    lines = re.findall(r"^specjax (generate .*--process ./2)", text, re.MULTILINE)
+    lines = re.findall(r"^\$ specjax (generate .*--process ./2)", text, re.MULTILINE)
     return sorted(map(shlex.split, lines), key=lambda words: words[-1])
 
 
