@@ -136,7 +136,7 @@ def section(title: str, sentence: str, names: str) -> str:
     """Returns the page of a section: its names, each with the first line of its docstring."""
     rows = [f"| [`{name}`]({name}.md) | {_text(_first_line(name))} |" for name in names.split()]
     table = "| | |\n|---|---|\n" + "\n".join(rows)
-    return f"# {title}\n\n{sentence}\n\n{table}\n\n" + _toctree(names.split())
+    return f"# {title}\n\n{sentence}\n\n{table}\n"
 
 
 def page(name: str) -> str:
@@ -146,7 +146,9 @@ def page(name: str) -> str:
     body = _docstring(inspect.getdoc(value) or "", name)
     if isinstance(value, type):
         body += "\n" + "\n".join(_members(value, name))
-    return f"# {name}\n\n" + _directive(kind, f"specjax.{name}{_signature(value)}", body, 5)
+    signature = _directive(kind, f"specjax.{name}{_signature(value)}", body, 5)
+    # A sidebar of a hundred names more would take half of a build's time.
+    return f"---\norphan: true\n---\n\n# {name}\n\n{signature}\n{_siblings(name)}\n"
 
 
 def find(name: str) -> object:
@@ -168,6 +170,13 @@ def _file(title: str) -> str:
 
 def _toctree(pages: Iterable[str]) -> str:
     return "```{toctree}\n:hidden:\n\n" + "\n".join(pages) + "\n```\n"
+
+
+def _siblings(name: str) -> str:
+    """Returns a line that leads to the section of a name, and to its other names."""
+    title, names = next((row[0], row[2].split()) for row in PAGES if name in row[2].split())
+    links = ", ".join(f"[`{other}`]({other}.md)" for other in names if other != name)
+    return f"See also, in [{title}]({_file(title)}.md): {links}"
 
 
 def _first_line(name: str) -> str:
