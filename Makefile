@@ -79,6 +79,7 @@ lint: $(VENV)/.lint
 
 # The site, into build/docs. A warning is an error, and nothing is read from the network.
 docs: $(VENV)/.docs
+	$(VENV)/bin/python examples/notebooks/build.py
 	$(VENV)/bin/python -m sphinx -W --keep-going -q -d build/doctrees docs build/docs
 
 wheel: $(VENV)/.lint
