@@ -62,7 +62,7 @@ def batches_table(result: dict[str, Any]) -> str:
     if "environment" in peer:
         where = peer["environment"]
         name = f"vLLM {where['vllm']}, FA3, no FlashInfer, torch {where['torch']}"
-        places += ["", f"{name}: another {where['gpu']}, {where['date'][11:16]}"]
+        places += ["", f"{name}: {where['gpu']}, {where['date'][11:16]}"]
     return "\n".join([*lines, *places])
 
 
