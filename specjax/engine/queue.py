@@ -210,6 +210,8 @@ class WaitingQueue:
     def __init__(self, max_waiting: int) -> None:
         self._max_waiting = max_waiting
         self._entries: deque[QueueEntry] = deque()
+        # An upper bound of `len(waiting())`: a request that ends is counted until it is removed.
+        self._num_waiting = 0
         self.lock = threading.RLock()
         self.closed_reason: str | None = None
 
@@ -235,15 +237,26 @@ class WaitingQueue:
             waiting = (request for entry in self._entries for request in entry.waiting)
             return [request for request in waiting if request.finish_reason is None]
 
+    def has_waiting(self) -> bool:
+        """Returns whether a request waits and has not ended."""
+        with self.lock:
+            each = (request for entry in self._entries for request in entry.waiting)
+            return any(request.finish_reason is None for request in each)
+
     def check_room(self, count: int) -> None:
         """Checks that `count` more requests may be put in.
+
+        The requests are looked at one by one only where their upper bound leaves no room.
 
         Raises:
           queue.Full: if too many would wait.
           RuntimeError: if the queue is closed.
         """
         self.check_open()
-        num_waiting = len(self.waiting())
+        if self._num_waiting + count <= self._max_waiting:
+            return
+        with self.lock:
+            self._num_waiting = num_waiting = len(self.waiting())
         if num_waiting + count > self._max_waiting:
             raise queue.Full(
                 f"{num_waiting} requests wait, and {count} more are submitted; max_waiting is "
@@ -254,6 +267,7 @@ class WaitingQueue:
         """Puts an entry at the end of the queue; raises the errors of `check_room`."""
         with self.lock:
             self.check_room(len(entry.waiting))
+            self._num_waiting += len(entry.waiting)
             self._entries.append(entry)
 
     def put_first(self, entry: QueueEntry) -> None:
@@ -262,6 +276,7 @@ class WaitingQueue:
         Its request comes from a slot. A closed engine has none there, so this does not check.
         """
         with self.lock:
+            self._num_waiting += len(entry.waiting)
             self._entries.appendleft(entry)
 
     def arrays(self) -> list[object]:
@@ -275,6 +290,7 @@ class WaitingQueue:
             for entry in self._entries:
                 entry.waiting = deque(x for x in entry.waiting if x.finish_reason is None)
             self._entries = deque(entry for entry in self._entries if entry.waiting)
+            self._num_waiting = sum(len(entry.waiting) for entry in self._entries)
 
     def first(self, number: int) -> list[QueueEntry]:
         """Returns the first entries, at most `number`, without removing them."""
@@ -285,6 +301,8 @@ class WaitingQueue:
         """Removes the first request and returns it; an entry is removed with its last request."""
         with self.lock:
             request = self._entries[0].waiting.popleft()
+            # A request that ended is no longer in a count that was taken since.
+            self._num_waiting -= request.finish_reason is None
             if not self._entries[0].waiting:
                 self._entries.popleft()
             return request

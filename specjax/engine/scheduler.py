@@ -161,7 +161,7 @@ class Scheduler:
 
     def _is_busy(self) -> bool:
         """Returns whether a request has not ended."""
-        return any(True for _ in self._unfinished()) or bool(self.queue.waiting())
+        return any(True for _ in self._unfinished()) or self.queue.has_waiting()
 
     @delayed_interrupts()
     def abort(self, request: Request) -> None:

@@ -573,7 +573,7 @@ def run_meanwhile(function):
 def test_the_queue_is_bounded_for_several_threads(monkeypatch):
     engine = plain_engine(max_waiting=1)
     waiting, found, threads, calls = engine._scheduler.queue, [], [], []
-    requests_of = waiting.waiting
+    check_room = waiting.check_room
 
     def submit():
         try:
@@ -581,15 +581,14 @@ def test_the_queue_is_bounded_for_several_threads(monkeypatch):
         except queue.Full:
             found.append(None)
 
-    def look_slowly():
-        requests = requests_of()
+    def check_slowly(count):
+        check_room(count)
         # A submission looks for room before it makes its requests, and when it puts them in.
         calls.append(None)
         if len(calls) == 2:
             threads.append(run_meanwhile(submit))
-        return requests
 
-    monkeypatch.setattr(waiting, "waiting", look_slowly)
+    monkeypatch.setattr(waiting, "check_room", check_slowly)
     submit()
     threads[0].join()
     assert sorted(request is None for request in found) == [False, True]

@@ -7,6 +7,7 @@ from .tests import (
     engines,
     json_schemas,
     pieces,
+    queues,
     soaks,
     stop_strings,
     text_streams,
@@ -38,6 +39,7 @@ _COMMAND = "test_a_text_ends_before_a_stop_string_that_tokens_share_and_shows_no
 _LINES = "test_a_file_gives_the_texts_of_its_lines_and_goes_on_wherever_it_was_cut"
 _CACHES = "test_pieces_of_several_prompts_write_the_caches_of_each_alone"
 _ALONE = "test_an_engine_that_reads_pieces_gives_the_texts_of_one_that_reads_each_prompt_alone"
+_BOUND = "test_the_bound_holds_whenever_requests_end"
 _FULL = "test_a_chunk_of_pieces_waits_until_it_is_full_unless_a_slot_does"
 _MATCHED = "test_an_engine_gives_valid_json_by_the_automaton_and_by_llguidance_next_to_free_texts"
 
@@ -139,6 +141,20 @@ MUTATIONS = (
         "if self.lock",
         engines("test_the_queue_is_bounded_for_several_threads"),
         "two threads take the last place in the queue",
+    ),
+    Mutation(
+        "specjax.engine.queue.WaitingQueue.pop",
+        "self._num_waiting -= request.finish_reason is None",
+        "self._num_waiting -= 1",
+        queues(_BOUND),
+        "a request that was counted as ended frees a second place",
+    ),
+    Mutation(
+        "specjax.engine.queue.WaitingQueue.put",
+        "self._num_waiting += len(entry.waiting)",
+        "self._num_waiting += 1",
+        queues(_BOUND),
+        "samples of one prompt take one place in the queue",
     ),
     Mutation(
         "specjax.engine.request.Request.end",

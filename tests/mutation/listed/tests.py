@@ -46,6 +46,7 @@ __all__ = [
     "processes",
     "processing",
     "products",
+    "queues",
     "ragged",
     "refusals",
     "row_masks",
@@ -104,6 +105,7 @@ drafts = _of("decode/test_drafts.py")
 edges = _of("samplers/test_edges.py")
 engines = _of("engine/test_engine.py")
 faults = _of("engine/test_faults.py")
+queues = _of("engine/test_queue.py")
 soaks = _of("engine/test_soak.py")
 eagle3 = _of("models/test_eagle3.py")
 embedded_eagle3 = _of("models/test_embedded_eagle3.py")
