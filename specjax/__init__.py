@@ -10,7 +10,7 @@ Decoding: `generate`, `init`, `step`, `LoopOptions`, `commit`, `unpad`, `model_d
 Serving: `Engine`, `Request`.
 Compilation: `compile_generate`, `load_compiled`, `enable_compilation_cache`.
 Synthetic acceptance: `geometric_rates`, `conditional_rates`, `rates_for_length`.
-Expected acceptance and speed: `theory`.
+Expected acceptance and speed: `theory`; K = "auto": `StepCosts`, `measure_step_costs`.
 """
 
 import importlib
@@ -39,6 +39,7 @@ from specjax.decode.metrics import Metrics, init_metrics, update_metrics
 from specjax.decode.options import LoopOptions
 from specjax.decode.propose import DraftInputs, propose
 from specjax.decode.state import DecodeState, Settings, StepInfo
+from specjax.decode.step_times import measure_step_costs
 from specjax.engine.engine import Engine
 from specjax.engine.request import FinishReason, Request
 from specjax.processing.apply_sampling import apply_sampling
@@ -60,6 +61,7 @@ from specjax.theory.acceptance_rates import (
     geometric_rates,
     rates_for_length,
 )
+from specjax.theory.step_costs import StepCosts
 from specjax.types import (
     Draft,
     Model,
@@ -97,6 +99,7 @@ __all__ = [
     "SamplingParams",
     "Settings",
     "SpeculativeConfig",
+    "StepCosts",
     "StepInfo",
     "Stream",
     "TokenCounts",
@@ -122,6 +125,7 @@ __all__ = [
     "init_metrics",
     "load_compiled",
     "logit_cutoff",
+    "measure_step_costs",
     "model_drafter",
     "ngram_drafter",
     "process_logits",

@@ -19,9 +19,9 @@ from specjax.core.rule import (
     SyntheticRule,
     VerificationRule,
 )
-from specjax.file_io import quote
 from specjax.theory import acceptance_rates
-from specjax.theory.acceptance_rates import check_number, to_float
+from specjax.theory.acceptance_rates import check_number
+from specjax.theory.step_costs import MAX_SPECULATIVE_TOKENS, StepCosts, read_step_costs
 
 __all__ = [
     "DEFAULT_STEP_COSTS",
@@ -38,7 +38,6 @@ REJECTION_SAMPLE_METHODS = get_args(RejectionSampleMethod)
 # What steps cost that draft with a model, rounded up: on a CPU the embedded pair takes 1.64, 1.78
 # and 1.98 at K = 1, 2 and 4, on an H200 an 8B target with a 1B draft 2.1 at K = 5.
 DEFAULT_STEP_COSTS = (1.0, 1.65, 1.8, 1.9, 2.0)
-_MAX_SPECULATIVE_TOKENS = 32
 # Ways to ask for synthetic acceptance: `(value, K) -> conditional rates` of each.
 _SYNTHETIC_FORMS = {
     "synthetic_acceptance_rate": acceptance_rates.geometric_rates,
@@ -78,8 +77,9 @@ class SpeculativeConfig:
       use_fp64_gumbel: noise in float64, which needs `jax_enable_x64`.
       step_costs: K + 1 numbers > 0 for "auto", the time of a step that drafts and verifies
         0, 1, ..., K tokens, relative to one another; `specjax sweep` measures them. They need not
-        rise: a measured table is taken as it is. None is `DEFAULT_STEP_COSTS`. Without "auto",
-        None.
+        rise: a measured table is taken as it is. `StepCosts` has the times of several batch sizes:
+        `generate` reads those of its batch, and an engine those of its slots. None is
+        `DEFAULT_STEP_COSTS`. Without "auto", None.
       usual_acceptance_rate: in [0, 1] with "auto", how often a drafted token is accepted whose
         predecessors were, as `specjax sweep` measures it. An `Engine` takes the drafts of other
         slots to have it; `generate` and an engine by `k_by_load` do not read it. None is 0.55.
@@ -111,7 +111,7 @@ class SpeculativeConfig:
     synthetic_acceptance_rates: tuple[float, ...] | None = None
     synthetic_acceptance_length: float | None = None
     use_fp64_gumbel: bool = False
-    step_costs: tuple[float, ...] | None = None
+    step_costs: tuple[float, ...] | StepCosts | None = None
     rule: StaticRule | None = None
     usual_acceptance_rate: float | None = None
 
@@ -156,6 +156,20 @@ class SpeculativeConfig:
     def adaptive_k(self) -> bool:
         """Whether each request drafts as many tokens as its own history makes worth it: "auto"."""
         return isinstance(self.num_speculative_tokens, _LargestK)
+
+    def for_batch_size(self, batch_size: int) -> "SpeculativeConfig":
+        """Returns the config whose step costs are those of one batch size, plain numbers.
+
+        Here alone a table of `StepCosts` is read.
+
+        Example:
+          >>> costs = {"batch_sizes": [1, 3], "milliseconds": [[1, 1.25], [2, 3]]}
+          >>> SpeculativeConfig("auto", step_costs=costs).for_batch_size(2).step_costs
+          (1.5, 2.125)
+        """
+        if not isinstance(self.step_costs, StepCosts):
+            return self
+        return dataclasses.replace(self, step_costs=self.step_costs.interpolate(batch_size))
 
     @property
     def noise_dtype(self) -> type[jnp.float32] | type[jnp.float64]:
@@ -225,7 +239,7 @@ class SpeculativeConfig:
                 'num_speculative_tokens is "auto", which follows the acceptance of the models; '
                 'rejection_sample_method "synthetic" needs an integer.'
             )
-        costs = DEFAULT_STEP_COSTS if costs is None else _check_step_costs(costs)
+        costs = DEFAULT_STEP_COSTS if costs is None else read_step_costs(costs)
         self._set("num_speculative_tokens", _LargestK(len(costs) - 1))
         self._set("step_costs", costs)
         if usual is not None:
@@ -260,32 +274,12 @@ def _num_tokens(value: Any) -> int:
         number = 0 if isinstance(value, bool) else operator.index(value)
     except TypeError:
         number = 0
-    if not 1 <= number <= _MAX_SPECULATIVE_TOKENS:
+    if not 1 <= number <= MAX_SPECULATIVE_TOKENS:
         raise ValueError(
             f"num_speculative_tokens is {value!r}; it needs to be an integer from 1 to "
-            f'{_MAX_SPECULATIVE_TOKENS}, or "auto".'
+            f'{MAX_SPECULATIVE_TOKENS}, or "auto".'
         )
     return number
-
-
-def _check_step_costs(values: Any) -> tuple[float, ...]:
-    try:
-        costs = () if isinstance(values, str) else tuple(values)
-    except TypeError:
-        costs = ()
-    if not 2 <= len(costs) <= _MAX_SPECULATIVE_TOKENS + 1:
-        came = f"has {len(costs)} of them" if costs else f"is {quote(values)}"
-        raise ValueError(
-            f"step_costs needs 2 to {_MAX_SPECULATIVE_TOKENS + 1} numbers, the times of steps "
-            f"with 0, 1, ... drafted tokens; it {came}."
-        )
-    for k, cost in enumerate(costs):
-        if not 0 < to_float(cost) <= np.finfo(np.float32).max:
-            raise ValueError(
-                f"step_costs[{k}] is {quote(cost)}; a step's time needs to be a number > 0, and "
-                "finite in float32."
-            )
-    return tuple(float(cost) for cost in costs)
 
 
 def _check_rejection_sample_method(method: Any) -> None:

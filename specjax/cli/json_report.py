@@ -62,7 +62,7 @@ def json_report(job: GenerateJob, result: GenerateResult, timings: Timings) -> d
         "logprobs": None if top is None else list_logprobs(job.pair.tokenizer, ids, top),
         "num_prompt_tokens": len(job.prompt_ids),
         "metrics": metrics_json(result),
-        "step_costs": job.config.step_costs,
+        "step_costs": job.config.for_batch_size(1).step_costs,
         "rejection_sample_method": job.config.rejection_sample_method,
         "rule": job.options.rule,
         "exact": is_exact(job),

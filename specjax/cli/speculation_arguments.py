@@ -12,6 +12,7 @@ from specjax.config import SpeculativeConfig
 from specjax.core import rules
 from specjax.core.rule import StaticRule
 from specjax.file_io import quote, read_file, shorten
+from specjax.theory.step_costs import StepCosts, read_step_costs
 
 __all__ = ["SPECULATION_OPTIONS", "make_config", "make_config_of"]
 
@@ -57,8 +58,8 @@ def _parse_k(text: str) -> int | str:
     return int(text) if re.fullmatch(r"[+-]?\d+", text.strip()) else text
 
 
-def _parse_step_costs(text: str) -> tuple[float, ...]:
-    """Returns numbers of an argument, or of a file with the JSON of `specjax sweep`."""
+def _parse_step_costs(text: str) -> StepCosts | tuple[float, ...]:
+    """Returns numbers of an argument, or of a file of `specjax sweep` or `StepCosts.save`."""
     if not os.path.exists(text):
         try:
             return _parse_numbers(text, "1,1.2,1.4")
@@ -69,7 +70,8 @@ def _parse_step_costs(text: str) -> tuple[float, ...]:
     except (OSError, ValueError) as error:
         raise argparse.ArgumentTypeError(shorten(error).rstrip(".")) from None
     try:
-        return tuple(json.loads(data)["step_costs"])
+        costs = json.loads(data)["step_costs"]
+        return read_step_costs(costs) if isinstance(costs, dict) else tuple(costs)
     except (ValueError, KeyError, TypeError, RecursionError):
         raise argparse.ArgumentTypeError(
             f"{text} is no JSON object with step_costs, as `specjax sweep --json` prints it"
@@ -125,7 +127,8 @@ SPECULATION_OPTIONS = {
     "step_costs": Option(
         *(_parse_step_costs, "C,C,...|FILE"),
         "for auto: relative times of steps that draft 0, 1, ... tokens, or a FILE of the JSON "
-        "of `specjax sweep` on this machine; default: a cautious table, or that next to a head",
+        "of `specjax sweep` or specjax.StepCosts on this machine; default: a cautious table, or "
+        "that next to a head",
     ),
     "usual_acceptance_rate": Option(
         *(float, "R"),

@@ -11,6 +11,7 @@
 | `target_step` | the target's rows: one forward pass over the last token and the drafted ones |
 | `draft_step` | the next draft, and how many tokens it may have |
 | `adaptive_k` | K = "auto": how many tokens are worth drafting, and which work a step then omits |
+| `step_times` | `measure_step_costs`: times of steps, by which K = "auto" chooses |
 | `drafters`, `propose` | `Drafter`, three of them, `Models`; K tokens sampled from a draft model |
 | `commit` | emitted tokens in buffers; codes of origins and ends |
 | `request_batch`, `options` | checked arguments: arrays, and what is compiled in |

@@ -15,7 +15,8 @@ Counts of past steps, `DraftHistory`, give a request's acceptance rate. A table,
 
 A token is tested if all drafted before it in its step were accepted. The k of a step is decided
 before any of its tokens is drafted, so the output follows the target whatever is chosen. Rates are
-counted in integers and looked up: no rounding depends on the batch.
+counted in integers and looked up: no rounding depends on the batch. Of `StepCosts` the config has
+the row of one batch size here: no clock is read.
 
 In an engine of B slots a step takes as long as its longest draft, and a request cannot know what
 the others draft. It assumes that each of the others has a usual rate and drafts k', the best k
@@ -283,7 +284,7 @@ def k_by_rate(config: SpeculativeConfig, num_slots: int = 1) -> Any:
     is best.
 
     Args:
-      config: with the costs of steps and the usual rate.
+      config: from `for_batch_size`, with the costs of steps and the usual rate.
       num_slots: B, of an engine.
 
     Example:
@@ -308,6 +309,9 @@ def throughput_by_rate(config: SpeculativeConfig) -> Any:
     """Returns the expected tokens per cost of each k at each rate, f32[65, K + 1].
 
     Returns None if K is fixed.
+
+    Args:
+      config: from `for_batch_size`.
 
     Example:
       >>> config = SpeculativeConfig("auto", step_costs=(1.0, 1.25, 1.75))

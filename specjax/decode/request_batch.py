@@ -100,7 +100,7 @@ def check_arguments(
         conditional_rates=None if drafter is None else config.conditional_rates(),
         sampling=None if sampling is None else read_sampling(sampling, size),
         logprobs=logprobs,
-        k_by_rate=None if drafter is None else k_by_rate(config),
+        k_by_rate=None if drafter is None else k_by_rate(config.for_batch_size(size)),
     )
     chunk_size = options.prefill_chunk_size
     chunk_size = default_chunk_size(size) if chunk_size is None else chunk_size

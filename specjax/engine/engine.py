@@ -363,6 +363,7 @@ def resolve_speculation(
                 'and SpeculativeConfig("auto", ...).'
             )
         return drafter, config, None
+    config = config.for_batch_size(num_slots)
     table = throughput_by_rate(config) if is_by_load else k_by_rate(config, num_slots)
     k = constant_k(table)
     if k is None:

@@ -25,6 +25,7 @@ from specjax.models.heads.head_target import check_target
 from specjax.models.hf.checkpoint import load
 from specjax.models.hf.config_json import load_config
 from specjax.models.hf.folder import read_json_object
+from specjax.theory.step_costs import StepCosts
 from specjax.types import Model
 
 __all__ = ["DraftInfo", "load_drafter", "read_draft"]
@@ -54,7 +55,7 @@ class DraftInfo(NamedTuple):
     num_speculative_tokens: int | None = None
     verifier: str | None = None
     max_speculative_tokens: int | None = None
-    step_costs: tuple[float, ...] | None = None
+    step_costs: tuple[float, ...] | StepCosts | None = None
     usual_acceptance_rate: float | None = None
 
 

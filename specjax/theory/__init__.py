@@ -10,6 +10,7 @@ With p the target's probabilities of the next token and q the draft's:
     acceptance_lengths         tokens per step for every K, from unconditional rates
     expected_acceptance_length tokens per step, from conditional rates
     best_k                     the K with the most tokens per second
+    step_costs.StepCosts       times of steps by batch size and K, interpolated
 
 What has few numbers is computed by NumPy in float64. `acceptance_rate`, `acceptance_lengths` and
 `best_k` also take arrays of JAX and may be traced. The decode loop, the command and the benchmarks
@@ -17,6 +18,7 @@ may import this room.
 
     acceptance, coupling, optimal_transport    one position: the first three functions
     prefix_rates, acceptance_rates, speed      a step: the others, in this order
+    step_costs                                 what `speed` divides by: a table of steps' times
     arrays                                     arguments as arrays, checked
 
 Open `prefix_rates` first.

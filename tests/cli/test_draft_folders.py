@@ -11,7 +11,7 @@ import pytest
 from checkpoints import HEAD as EAGLE3
 from checkpoints import write_checkpoints
 
-from specjax import SpeculativeConfig
+from specjax import SpeculativeConfig, StepCosts
 from specjax.cli import main
 from specjax.cli.arguments import parse_options
 from specjax.cli.model_pair import load_pair, read_pair, with_trained_k
@@ -63,6 +63,15 @@ def test_a_head_says_how_many_tokens_it_drafts_and_for_which_target(folder):
     assert "was trained for Qwen/Qwen2.5-7B-Instruct, and the target is another" in pair.warning
     model = read(target=TARGET, draft="path/to/Qwen2.5-0.5B-Instruct")
     assert (model.draft[2:], model.warning) == ((None,) * 5, None)
+
+
+def test_a_table_by_batch_size_is_one_of_an_option_or_next_to_a_head(folder, tmp_path):
+    table, head = StepCosts((1, 9), ((1, 1.5), (2, 4))), tmp_path / "head"
+    shutil.copytree(folder / HEAD, head)
+    table.save(head / "step_costs.json")
+    assert read(target=TARGET, draft=str(head)).draft.step_costs == table
+    _, config = parse_options(["generate", "a", "--step-costs", str(head / "step_costs.json")])
+    assert config.step_costs == table
 
 
 def test_auto_goes_by_the_step_costs_next_to_a_head_unless_an_option_gives_some():

@@ -33,6 +33,9 @@ TARGET, DRAFT = bigrams.pair(V, seed=1)
 MODEL, DRAFT_MODEL = bigrams.model(TARGET), bigrams.model(DRAFT)
 # Two are worth it at middling acceptance, three at high, none at low.
 CONFIG = SpeculativeConfig("auto", step_costs=(1.0, 1.4, 1.5, 1.85))
+# By batch size: for one request those of CONFIG, for more of them drafts cost more.
+TABLE = specjax.StepCosts((1, 9), ((1.0, 1.4, 1.5, 1.85), (2.0, 3.0, 4.4, 5.5)))
+BY_SIZE = SpeculativeConfig("auto", step_costs=TABLE)
 PROMPTS = [[1, 2, 3], [3], [0, 1], [2, 2, 2, 0, 1]]
 DRAFTERS = {
     "model": specjax.model_drafter(DRAFT_MODEL),
@@ -96,6 +99,32 @@ def test_k_is_settled_if_no_rate_that_requests_come_to_changes_it():
         assert list(map(constant_k, tables)) == wanted, each
     # The default costs are of no machine, and drafts are tried with them.
     assert constant_k(k_by_rate(SpeculativeConfig("auto"), 64)) == 3
+
+
+def test_a_batch_reads_the_costs_of_its_size_and_an_engine_those_of_its_slots():
+    """Every choice is the best of an enumeration in float64, with costs from the line by hand."""
+    found = set()
+    for size in (1, 2, 3, 4, 5, 9, 20):
+        share = min(size - 1, 8) / 8
+        costs = [a + share * (b - a) for a, b in zip(*TABLE.milliseconds, strict=True)]
+        config, usual = BY_SIZE.for_batch_size(size), max(speeds_of(0.55, 0, 0, 1, costs))[1]
+        for num_slots in (1, size):
+            least = usual if num_slots > 1 else 0
+            for number, k in enumerate(k_by_rate(config, num_slots)):
+                speeds = speeds_of(number / 64, least, 0.55, num_slots, costs)
+                assert {n: x for x, n in speeds}[k] >= max(speeds)[0] * (1 - 1e-12)
+            found.add((size, tuple(k_by_rate(config, num_slots))))
+        by_load = throughput_by_rate(config)
+        wanted = [[x for x, _ in speeds_of(n / 64, 0, 0, 1, costs)] for n in range(65)]
+        np.testing.assert_allclose(by_load, wanted, rtol=1e-6)
+    # The sizes do decide.
+    assert len({ks for _, ks in found}) > 6
+
+
+def speeds_of(rate, least, usual, num_slots, costs):
+    """Tokens per cost of each k from `least` on, next to slots that draft `least`, and the k."""
+    others = (num_slots - 1) * tokens_of(usual, least)
+    return [((tokens_of(rate, k) + others) / costs[k], k) for k in range(least, len(costs))]
 
 
 def chosen(outcomes, config=CONFIG):
@@ -164,6 +193,25 @@ def test_a_shared_k_gives_the_active_requests_the_most_tokens_for_its_cost():
 
 
 # The text
+
+
+@pytest.mark.once
+def test_a_text_is_that_of_the_costs_of_its_batch_size():
+    keys = bigrams.keys(B)
+    found = [
+        generate(DRAFTERS["model"], PROMPTS[:size], keys=keys[:size], config=config)
+        for size in (2, 4)
+        for config in (BY_SIZE, BY_SIZE.for_batch_size(size), CONFIG)
+    ]
+    for by_size, of_size, of_one in (found[:3], found[3:]):
+        jax.tree.map(np.testing.assert_array_equal, by_size, of_size)
+        assert np.any(by_size.metrics.num_drafted != of_one.metrics.num_drafted)
+    state = specjax.init(
+        MODEL, DRAFTERS["model"], PROMPTS, keys=keys, max_new_tokens=9, config=BY_SIZE
+    )
+    wanted = k_by_rate(BY_SIZE.for_batch_size(B))
+    np.testing.assert_array_equal(state.settings.k_by_rate, wanted)
+    specjax.step(MODEL, DRAFTERS["model"], state, config=BY_SIZE)
 
 
 @pytest.mark.once
@@ -305,9 +353,9 @@ def test_a_step_without_drafts_computes_one_row():
 
 
 @functools.cache
-def k_after(steps):
+def k_after(steps, config):
     """The k of a request after steps (drafted, accepted), as the loop counts them."""
-    table, one = jnp.asarray(k_by_rate(CONFIG)), jnp.ones(1, jnp.int32)
+    table, one = jnp.asarray(k_by_rate(config)), jnp.ones(1, jnp.int32)
     policy = AdaptiveK(table, init_history(table, one))
     for drafted, accepted in steps:
         policy = AdaptiveK(table, policy.update(drafted * one, accepted * one, one))
@@ -338,14 +386,15 @@ def joint_of_steps(num_steps, choose):
 
 @pytest.mark.checks
 @pytest.mark.once
-def test_three_steps_follow_the_target_jointly_whatever_k_the_past_chooses():
+@pytest.mark.parametrize("config", [CONFIG, BY_SIZE.for_batch_size(2)])
+def test_three_steps_follow_the_target_jointly_whatever_k_the_past_chooses(config):
     """By enumeration in float64: the past holds which drafts were accepted, not the next ones."""
     ks = set()
 
     def choose(steps):
         # Less history than the loop has makes the choice follow the last step.
-        ks.add(k_after(steps * 3))
-        return k_after(steps * 3)
+        ks.add(k_after(steps * 3, config))
+        return k_after(steps * 3, config)
 
     wanted = bigrams.joint_probs(TARGET, [1, 2], 3)
     np.testing.assert_allclose(joint_of_steps(3, choose), wanted, rtol=1e-12)

@@ -328,6 +328,21 @@ def test_an_engine_of_one_usual_k_is_that_of_this_k():
     assert chosen == SpeculativeConfig(3)
 
 
+@pytest.mark.parametrize("by_load", [False, True])
+def test_an_engine_reads_the_step_costs_of_as_many_requests_as_it_has_slots(by_load):
+    # Of 16 slots drafts are dear, of 2 cheap, of 9 in between.
+    costs = specjax.StepCosts((2, 16), ((1.0, 1.1, 1.2), (1.0, 1.9, 1.96)))
+    config, found = SpeculativeConfig("auto", step_costs=costs), []
+    for num_slots in (1, 2, 9, 16, 99):
+        drafter, chosen, table = resolve_speculation(BY_MODEL, config, num_slots, by_load)
+        row = SpeculativeConfig("auto", step_costs=costs.interpolate(num_slots))
+        wanted = resolve_speculation(BY_MODEL, row, num_slots, by_load)
+        assert (drafter, chosen) == wanted[:2]
+        np.testing.assert_array_equal(table, wanted[2])
+        found.append((drafter is None, str(table)))
+    assert len(set(found)) > 1
+
+
 def test_k_by_load_needs_a_k_that_is_chosen():
     for drafter, config in ((BY_MODEL, CONFIG), (None, SpeculativeConfig("auto"))):
         with pytest.raises(ValueError, match=r"k_by_load is True, .* needs a drafter"):

@@ -15,8 +15,7 @@ at the largest K.
 import argparse
 import functools
 import statistics
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -25,20 +24,25 @@ import numpy as np
 
 from specjax.cli.sweep.choice import Acceptance
 from specjax.config import SpeculativeConfig
-from specjax.decode.commit import Finish
 from specjax.decode.drafters import Drafter, Models
 from specjax.decode.init_and_step import init, step
 from specjax.decode.prefill import run_prefill
 from specjax.decode.request_batch import RequestArguments, check_arguments
 from specjax.decode.state import DecodeState
+from specjax.decode.step_times import (
+    StepKind,
+    StepTimes,
+    all_ended,
+    buffer_tokens,
+    fixed_k_kind,
+    time_kinds,
+)
 from specjax.types import Model
 
 __all__ = [
-    "StepTimes",
     "Workload",
-    "buffer_tokens",
     "measure_acceptance",
-    "measure_step_costs",
+    "measure_adaptive_costs",
     "measure_steps",
 ]
 
@@ -66,35 +70,6 @@ class Workload(NamedTuple):
         """Returns the key of a prompt or a round."""
         # JAX_DEFAULT_PRNG_IMPL may name another implementation.
         return jax.random.fold_in(jax.random.key(self.options.seed, impl="threefry2x32"), number)
-
-
-class StepTimes(NamedTuple):
-    """Times of one kind of step.
-
-    Attributes:
-      compile_seconds: of its program.
-      step_seconds: for each round, seconds per step.
-    """
-
-    compile_seconds: float
-    step_seconds: list[float]
-
-
-def buffer_tokens(options: argparse.Namespace) -> int:
-    """Returns the buffer length after the context, equal for every K.
-
-    = 1 + (steps + 1) (K_max + 1): one token of the prefill, the maximum of the steps, and room for
-    one more draft.
-    """
-    return 1 + (options.steps + 1) * (options.max_speculative_tokens + 1)
-
-
-def _all_ended(state: DecodeState) -> bool:
-    """Returns whether every request has ended; an invalid one is an error."""
-    finish = np.asarray(state.finish)
-    if (finish == Finish.INVALID).any():
-        raise FloatingPointError("the target's logits turned invalid.")
-    return bool(finish.all())
 
 
 def measure_acceptance(workload: Workload, K: int, on_stage: Callable[[str], None]) -> Acceptance:
@@ -128,7 +103,7 @@ def measure_acceptance(workload: Workload, K: int, on_stage: Callable[[str], Non
             config=config,
         )
         num_accepted.append([])
-        while not _all_ended(state) and int(state.lengths[0]) < len(ids) + options.max_new_tokens:
+        while not all_ended(state) and int(state.lengths[0]) < len(ids) + options.max_new_tokens:
             before = int(state.lengths[0])
             state, _ = step(workload.target, workload.drafter, state, config=config)
             # Each step commits one token beyond the accepted ones, or ends in an accepted EOS.
@@ -137,84 +112,42 @@ def measure_acceptance(workload: Workload, K: int, on_stage: Callable[[str], Non
 
 
 @functools.partial(jax.jit, static_argnames=("config",))
-def _run_steps(
-    target: Model,
-    drafter: Drafter | None,
+def _run_pinned(
+    models: Models,
     state: DecodeState,
     num_steps: Any,
-    k: jax.Array | None,
+    k: jax.Array,
     *,
     config: SpeculativeConfig,
 ) -> DecodeState:
-    """Runs several decode steps in one program, like `generate`.
-
-    With k each step verifies k drafted tokens, even if the drafter finds fewer.
-    """
+    """Runs steps of adaptive K that each verify k drafted tokens, even if the drafter has fewer."""
 
     def body(_: Any, state: DecodeState) -> DecodeState:
         draft, settings = state.draft, state.settings
-        if k is not None:
-            assert settings.k_by_rate is not None
-            ids, table = jnp.maximum(draft.token_ids, 0), jnp.full_like(settings.k_by_rate, k)
-            num_tokens = jnp.broadcast_to(k, state.lengths.shape)
-            state = state._replace(
-                draft=draft.replace(token_ids=ids, num_tokens=num_tokens),
-                settings=settings._replace(k_by_rate=table),
-            )
-        return step(target, drafter, state, config=config)[0]._replace(settings=settings)
+        assert settings.k_by_rate is not None
+        ids, table = jnp.maximum(draft.token_ids, 0), jnp.full_like(settings.k_by_rate, k)
+        num_tokens = jnp.broadcast_to(k, state.lengths.shape)
+        state = state._replace(
+            draft=draft.replace(token_ids=ids, num_tokens=num_tokens),
+            settings=settings._replace(k_by_rate=table),
+        )
+        return step(*models, state, config=config)[0]._replace(settings=settings)
 
     return jax.lax.fori_loop(0, num_steps, body, state)
 
 
-def _start_batch(
-    workload: Workload, drafter: Drafter | None, config: SpeculativeConfig, number: int
-) -> DecodeState:
-    """Returns a batch after its prompts, without EOS tokens, so that no request ends.
-
-    Its first step feeds the prompts' last tokens.
-    """
+def _arguments_of(workload: Workload, number: int) -> RequestArguments:
+    """Returns the requests of a round, without EOS tokens, so that no request ends."""
     options = workload.options
     text = np.concatenate([np.array(ids, np.int32) for ids in workload.prompts])
     # Requests start at different positions of the text, so that they differ.
     starts = range(0, -7 * options.batch_size, -7)
-    arguments = RequestArguments(
+    return RequestArguments(
         [np.resize(np.roll(text, start), options.context) for start in starts],
         workload.key(number),
-        buffer_tokens(options),
+        buffer_tokens(options.steps, options.max_speculative_tokens),
         np.float32(options.temperature),
     )
-    requests, static = check_arguments(workload.target, drafter, arguments, config)
-    return run_prefill(Models(workload.target, drafter), requests, options=static)
-
-
-def _time_kinds(
-    workload: Workload,
-    kinds: Mapping[str, tuple[Drafter | None, SpeculativeConfig, jax.Array | None]],
-    on_stage: Callable[[str], None],
-) -> list[StepTimes]:
-    """Times steps of several kinds in alternation, so that other load affects all of them.
-
-    The first round compiles and is not counted. One state is held at a time.
-    """
-    start_seconds: dict[str, list[float]] = {name: [] for name in kinds}
-    step_seconds: dict[str, list[float]] = {name: [] for name in kinds}
-    num_steps, rounds = workload.options.steps, workload.options.rounds
-    for number in range(rounds + 1):
-        for name, (drafter, config, k) in kinds.items():
-            on_stage(f"timing {name}, round {number} of {rounds}")
-            run = functools.partial(_run_steps, workload.target, drafter, k=k, config=config)
-            start = time.perf_counter()
-            state = _start_batch(workload, drafter, config, number)
-            state = jax.block_until_ready(run(state, np.int32(1)))
-            start_seconds[name].append(time.perf_counter() - start)
-            start = time.perf_counter()
-            state = jax.block_until_ready(run(state, np.int32(num_steps)))
-            step_seconds[name].append((time.perf_counter() - start) / num_steps)
-            _all_ended(state)
-    return [
-        StepTimes(max(0.0, first - statistics.median(later)), step_seconds[name][1:])
-        for name, (first, *later) in start_seconds.items()
-    ]
 
 
 def measure_steps(workload: Workload, on_stage: Callable[[str], None]) -> list[StepTimes]:
@@ -230,21 +163,16 @@ def measure_steps(workload: Workload, on_stage: Callable[[str], None]) -> list[S
     Raises:
       FloatingPointError: if the target's logits turn invalid.
     """
-
-    def config(K: int) -> SpeculativeConfig:
-        return SpeculativeConfig(
-            num_speculative_tokens=max(K, 1),
-            rejection_sample_method="synthetic",
-            draft_sample_method=workload.options.draft_sample_method,
-            synthetic_acceptance_rate=0.5,
-        )
-
-    largest = range(workload.options.max_speculative_tokens + 1)
-    kinds = {f"K = {K}": (workload.drafter if K else None, config(K), None) for K in largest}
-    return _time_kinds(workload, kinds, on_stage)
+    options, models = workload.options, Models(workload.target, workload.drafter)
+    arguments_of = functools.partial(_arguments_of, workload)
+    kinds = {
+        f"K = {K}": fixed_k_kind(models, K, arguments_of, options.draft_sample_method)
+        for K in range(options.max_speculative_tokens + 1)
+    }
+    return time_kinds(kinds, options.steps, options.rounds, on_stage)
 
 
-def measure_step_costs(workload: Workload, on_stage: Callable[[str], None]) -> list[float]:
+def measure_adaptive_costs(workload: Workload, on_stage: Callable[[str], None]) -> list[float]:
     """Times steps of adaptive K that draft 0, 1, ..., `max_speculative_tokens` tokens.
 
     Args:
@@ -260,9 +188,19 @@ def measure_step_costs(workload: Workload, on_stage: Callable[[str], None]) -> l
         draft_sample_method=workload.options.draft_sample_method,
         step_costs=(1.0,) * (most + 1),
     )
+    models = Models(workload.target, workload.drafter)
+
+    def start(number: int) -> DecodeState:
+        arguments = _arguments_of(workload, number)
+        requests, static = check_arguments(*models, arguments, config)
+        return run_prefill(models, requests, options=static)
+
     kinds = {
-        f'k = {k} of K = "auto"': (workload.drafter, config, jnp.int32(k)) for k in range(most + 1)
+        f'k = {k} of K = "auto"': StepKind(
+            start, functools.partial(_run_pinned, models, k=jnp.int32(k), config=config)
+        )
+        for k in range(most + 1)
     }
-    times = _time_kinds(workload, kinds, on_stage)
+    times = time_kinds(kinds, workload.options.steps, workload.options.rounds, on_stage)
     medians = [statistics.median(one.step_seconds) for one in times]
     return [round(median / medians[0], 4) for median in medians]

@@ -9,7 +9,8 @@ from rich.table import Table
 from rich.text import Text
 
 from specjax.cli.sweep.choice import Acceptance, Best, standard_errors
-from specjax.cli.sweep.measure import StepTimes, Workload
+from specjax.cli.sweep.measure import Workload
+from specjax.decode.step_times import StepTimes
 from specjax.file_io import JsonObject, replace_file
 
 __all__ = ["conclusion", "conditions", "report_tables", "to_json", "write_plot"]

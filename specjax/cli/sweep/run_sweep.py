@@ -15,12 +15,12 @@ from specjax.cli.model_pair import ModelPair, check_k, encode_prompt, load_pair
 from specjax.cli.sweep.choice import choose_best, standard_errors
 from specjax.cli.sweep.measure import (
     Workload,
-    buffer_tokens,
     measure_acceptance,
-    measure_step_costs,
+    measure_adaptive_costs,
     measure_steps,
 )
 from specjax.cli.sweep.report import conclusion, conditions, report_tables, to_json, write_plot
+from specjax.decode.step_times import buffer_tokens
 from specjax.file_io import JsonObject
 from specjax.version import __version__
 
@@ -43,7 +43,7 @@ def read_workload(
     """
     max_drafts = options.max_speculative_tokens
     max_length = pair.target_config.max_position_embeddings
-    num_new_tokens = buffer_tokens(options)
+    num_new_tokens = buffer_tokens(options.steps, options.max_speculative_tokens)
     if options.context + num_new_tokens > max_length:
         raise ValueError(
             f"--context is {options.context}, and --steps {options.steps} of "
@@ -92,7 +92,7 @@ def run_sweep(workload: Workload, terminal: Any, argv: list[str] | None) -> None
         times = measure_steps(workload, on_stage)
         best = choose_best(acceptance, [one.step_seconds for one in times], options.batch_size)
         report = to_json(workload, report, acceptance, times, best)
-        report["step_costs"] = measure_step_costs(workload, on_stage)
+        report["step_costs"] = measure_adaptive_costs(workload, on_stage)
         if 0 < best.K < max_drafts:
             decoded = measure_acceptance(workload, best.K, on_stage)
             report["best"]["decoded_acceptance_length"] = decoded.lengths[-1]

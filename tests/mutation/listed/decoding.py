@@ -10,6 +10,7 @@ from .tests import (
     engines,
     metrics,
     processing,
+    step_costs,
     streamed,
     tokens,
 )
@@ -34,6 +35,7 @@ _LONGEST = (
     "test_prompt_lookup_takes_the_longest_suffix_and_its_occurrence_with_most_tokens_after_it"
 )
 _FEATURES = "test_a_drafter_that_reads_features_is_given_those_of_every_committed_token_once"
+_ON_THE_LINE = "test_times_between_measured_batch_sizes_lie_on_the_line_through_them"
 _TAPS = f"{_FEATURES}[taps1]"
 _LAST_ROWS = "test_chunks_give_the_row_that_the_last_token_would_give"
 _CHUNKS = "test_tokens_do_not_depend_on_the_capacity_or_on_the_chunks_of_a_prompt"
@@ -312,6 +314,41 @@ MUTATIONS = (
         "_USUAL_RATE",
         adaptive_k("test_the_best_k_has_the_most_expected_tokens_for_its_cost"),
         "the usual rate of a config is not read",
+    ),
+    Mutation(
+        "specjax.theory.step_costs.StepCosts.interpolate",
+        "np.interp(batch_size, self.batch_sizes, times)",
+        "np.interp(batch_size - 1, self.batch_sizes, times)",
+        step_costs(_ON_THE_LINE),
+        "a batch reads the costs of one with a request fewer",
+    ),
+    Mutation(
+        "specjax.theory.step_costs.StepCosts.interpolate",
+        "np.interp(batch_size, self.batch_sizes, times)",
+        "times[max(np.searchsorted(self.batch_sizes, batch_size, 'right') - 1, 0)]",
+        step_costs(_ON_THE_LINE),
+        "a batch reads the costs of the next smaller size that was measured",
+    ),
+    Mutation(
+        "specjax.theory.step_costs.StepCosts.interpolate",
+        "np.interp(batch_size, self.batch_sizes, times)",
+        "np.interp(batch_size, self.batch_sizes, times[1:] + times[-1:])",
+        step_costs(_ON_THE_LINE),
+        "a batch reads the costs of the next greater size that was measured",
+    ),
+    Mutation(
+        "specjax.decode.request_batch.check_arguments",
+        "config.for_batch_size(size)",
+        "config.for_batch_size(1)",
+        adaptive_k("test_a_text_is_that_of_the_costs_of_its_batch_size"),
+        "a batch reads the step costs of one request",
+    ),
+    Mutation(
+        "specjax.engine.engine.resolve_speculation",
+        "config.for_batch_size(num_slots)",
+        "config.for_batch_size(1)",
+        engines("test_an_engine_reads_the_step_costs_of_as_many_requests_as_it_has_slots"),
+        "an engine reads the step costs of one request",
     ),
     Mutation(
         "specjax.engine.engine.resolve_speculation",

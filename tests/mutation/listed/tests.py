@@ -64,6 +64,7 @@ __all__ = [
     "split_models",
     "split_processing",
     "split_vocabulary",
+    "step_costs",
     "streamed",
     "subnormal",
     "theory",
@@ -144,6 +145,7 @@ text_streams = _of("engine/test_text_stream.py")
 streamed = _of("cli/test_stream_programs.py")
 subnormal = _of("core/test_subnormal.py")
 threefry = _of("pallas/test_threefry.py")
+step_costs = _of("theory/test_step_costs.py")
 theory = _of("theory/test_theory.py")
 split_models = _of("models/test_sharding.py")
 split_processing = _of("processing/test_split_processing.py")
