@@ -2,11 +2,14 @@
 
 python -m benchmarks.gpu.batches --out benchmarks/results/h100_batches.json
 python -m benchmarks.gpu.batches --out benchmarks/results/h100_batches.json --vllm vllm.jsonl
+python -m benchmarks.gpu.batches --cases costs --out benchmarks/results/h100_step_costs.json
 
-The second puts lines of JSON of vLLM's whole engine next to the first's records.
+The second puts lines of JSON of vLLM's whole engine next to the first's records. The third measures
+the step costs by which K = "auto" chooses, and the K that they make best at some acceptance rates.
 """
 
 import argparse
+import dataclasses
 import json
 import pathlib
 import random
@@ -65,7 +68,7 @@ class Load(NamedTuple):
         )
 
 
-CASES = ["steps", "mixed", "late"]
+CASES = ["steps", "mixed", "late", "costs"]
 REHEARSAL = Load(9, (5, 20), (3, 12), 8, 64, (16,), 20)
 
 
@@ -155,6 +158,28 @@ def cases(setup: Setup, batch: int, effort: Effort) -> Iterator[dict[str, Any]]:
         yield record | {"prefill_ms": prefill_ms(setup, drafter, batch, effort)}
 
 
+def step_costs(setup: Setup, batches: list[int], effort: Effort) -> dict[str, Any]:
+    """Milliseconds of steps of 0 to 5 drafted tokens, and the best of them at some rates."""
+    most, num_steps = (2, 4) if effort.context < 1024 else (5, 32)
+    room = 1 + (num_steps + 1) * (most + 1)
+    costs = specjax.measure_step_costs(
+        setup.target,
+        setup.drafter,
+        batch_sizes=batches,
+        max_num_speculative_tokens=most,
+        context=effort.context,
+        options=specjax.LoopOptions(max_length=effort.context + room),
+        num_steps=num_steps,
+        rounds=effort.runs,
+    )
+    record: dict[str, Any] = {"case": "step costs", **dataclasses.asdict(costs)}
+    for rate in (0.5, 0.6, 0.7, 0.8):
+        tokens = specjax.theory.acceptance_lengths([rate**i for i in range(1, most + 1)])
+        times = [costs.interpolate(batch) for batch in batches]
+        record[f"best K at {rate}"] = specjax.theory.best_k(tokens, times).k.tolist()
+    return record
+
+
 def records(
     setup: Setup, names: list[str], batches: list[int], effort: Effort, is_smoke: bool
 ) -> Iterator[dict[str, Any]]:
@@ -162,6 +187,8 @@ def records(
     load = REHEARSAL if is_smoke else Load()
     for batch in batches if "steps" in names else []:
         yield from cases(setup, batch, effort)
+    if "costs" in names:
+        yield step_costs(setup, batches, effort)
     for chunk in load.chunks:
         if "mixed" in names:
             yield mixed_load(setup, load, chunk)
@@ -195,7 +222,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=pathlib.Path, help="the JSON")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32, 64, 128])
-    parser.add_argument("--cases", nargs="+", default=CASES, choices=CASES)
+    parser.add_argument("--cases", nargs="+", default=CASES[:3], choices=CASES)
     parser.add_argument("--vllm", type=pathlib.Path, help="lines of JSON of vLLM's engine, only")
     parser.add_argument("--smoke", action="store_true", help="rehearse: tiny, on a CPU, no file")
     args = parser.parse_args()

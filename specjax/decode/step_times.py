@@ -76,7 +76,7 @@ def measure_step_costs(
     num_steps: int = 32,
     rounds: int = 5,
 ) -> StepCosts:
-    """Returns the milliseconds of steps on this device, for `SpeculativeConfig("auto", ...)`.
+    """Returns the times of steps on this device, by which `SpeculativeConfig("auto")` chooses.
 
     One program is compiled for each batch size and number of drafted tokens. All numbers of one
     batch size take turns, so that other load affects all of them. One state is held at a time.
@@ -93,6 +93,9 @@ def measure_step_costs(
         (num_steps + 1) * (max_num_speculative_tokens + 1) + 1 tokens more.
       num_steps: of one timing, an int >= 1.
       rounds: timings of each program, an int >= 1. Their median counts.
+
+    Returns:
+      `StepCosts` of these batch sizes. `StepCosts.save` keeps them in a file.
 
     Raises:
       ValueError: for arguments that `generate` refuses, and sizes outside these ranges.
