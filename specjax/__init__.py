@@ -7,7 +7,7 @@ Drafts: `Draft`, `RaggedDraft`, `TreeDraft`, `DraftInputs`, `propose`, `draft_fr
 Processing: `SamplingParams`, `process_logits`, `top_logprobs`, `count_tokens`.
 Decoding: `generate`, `init`, `step`, `LoopOptions`, `commit`, `unpad`, `model_drafter`,
 `ngram_drafter`, `whole_prompt_drafter`, `RowMasks`.
-Serving: `Engine`, `Request`.
+Serving: `Engine`, `Request`; memory: `memory_needs`.
 Compilation: `compile_generate`, `load_compiled`, `enable_compilation_cache`.
 Synthetic acceptance: `geometric_rates`, `conditional_rates`, `rates_for_length`.
 Expected acceptance and speed: `theory`; K = "auto": `StepCosts`, `measure_step_costs`.
@@ -35,6 +35,7 @@ from specjax.decode.generate import Generation, generate
 from specjax.decode.init_and_step import init, step
 from specjax.decode.logprobs import TopLogprobs, top_logprobs
 from specjax.decode.matchers import Matcher, RowMasks
+from specjax.decode.memory import MemoryNeeds, memory_needs
 from specjax.decode.metrics import Metrics, init_metrics, update_metrics
 from specjax.decode.options import LoopOptions
 from specjax.decode.propose import DraftInputs, propose
@@ -87,6 +88,7 @@ __all__ = [
     "History",
     "LoopOptions",
     "Matcher",
+    "MemoryNeeds",
     "Metrics",
     "Model",
     "Options",
@@ -126,6 +128,7 @@ __all__ = [
     "load_compiled",
     "logit_cutoff",
     "measure_step_costs",
+    "memory_needs",
     "model_drafter",
     "ngram_drafter",
     "process_logits",

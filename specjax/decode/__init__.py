@@ -19,6 +19,7 @@
 | `matchers` | `RowMasks`: masks of each row, by matchers on the host |
 | `metrics`, `logprobs` | counts of steps; listed log-probabilities |
 | `capacity`, `kinds` | sizes and padding of buffers; what decides which program takes a model |
+| `memory` | bytes of a slot, a step and a chunk, and what does not fit is refused |
 
 Open `step` first. Public calls check their arguments, and the other modules trust them.
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from specjax.config import SpeculativeConfig
 from specjax.decode.drafters import Drafter, Models
 from specjax.decode.logprobs import TopLogprobs
+from specjax.decode.memory import check_memory
 from specjax.decode.metrics import Metrics
 from specjax.decode.options import LoopOptions, StepOptions
 from specjax.decode.prefill import is_traced, run_requests
@@ -95,7 +96,8 @@ def generate(
         log-probabilities than tokens, or an unknown implementation. Under an outer `jit`, if
         `max_new_tokens` is traced and `options.max_length` is None. For a model's function that
         returns other shapes or dtypes than `Model` names.
-      MemoryError: if the device has no room; it names the bytes of the target's cache.
+      MemoryError: if the device has no room, before anything is compiled where the device tells
+        how much is free. The error names the bytes of a request and what to lower.
 
     Example:
       >>> from specjax.markov_chain import markov_chain
@@ -113,9 +115,11 @@ def generate(
         prompts, keys, max_new_tokens, temperature, eos_token_ids, sampling
     )
     requests, static = check_arguments(target, drafter, arguments, config, options)
+    models = Models(target, drafter)
+    check_memory(models, requests, static)
     # A donated state is overwritten in place. Within another program nothing can be donated.
     run = _traced_loop if is_traced() else loop_in_place
-    generation, _ = run_requests(run, Models(target, drafter), requests, static)
+    generation, _ = run_requests(run, models, requests, static)
     return take_first_requests(generation, requests.lengths.shape[0])
 
 

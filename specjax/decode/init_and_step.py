@@ -8,6 +8,7 @@ import jax
 
 from specjax.config import SpeculativeConfig
 from specjax.decode.drafters import Drafter, Models
+from specjax.decode.memory import check_memory
 from specjax.decode.options import LoopOptions
 from specjax.decode.prefill import run_requests
 from specjax.decode.request_batch import RequestArguments, check_arguments, check_step_options
@@ -57,6 +58,7 @@ def init(
 
     Raises:
       ValueError: for arguments that `generate` refuses.
+      MemoryError: as `generate` does.
 
     Example:
       >>> from specjax.markov_chain import markov_chain
@@ -78,7 +80,9 @@ def init(
         masked = with_first_mask(settings.sampling, first_mask, size, num_rows)
         requests = requests._replace(settings=settings._replace(sampling=masked))
     static = dataclasses.replace(static, reads_last=True)
-    state: DecodeState = run_requests(run_first_step, Models(target, drafter), requests, static)
+    models = Models(target, drafter)
+    check_memory(models, requests, static)
+    state: DecodeState = run_requests(run_first_step, models, requests, static)
     return state
 
 

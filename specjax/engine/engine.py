@@ -66,13 +66,15 @@ class Engine:
         While one of them is in a slot, the host reads a step before it dispatches the next.
 
     Attributes:
-      slot_bytes: bytes that one slot takes, on all devices of a mesh together.
+      slot_bytes: bytes that one slot takes, on all devices of a mesh together. `memory_needs`
+        says them, and those of a step, before an engine is made.
       num_slots: B.
       max_length: S.
 
     Raises:
       ValueError: for arguments that `generate` refuses, and a cache without an axis of requests.
-      MemoryError: if the device has no room for the slots; the error names the bytes of one.
+      MemoryError: if the device has no room for the slots, before anything is compiled where the
+        device tells how much is free. The error names the bytes of a slot, a step and a chunk.
 
     Example:
       >>> from specjax.markov_chain import markov_chain
@@ -128,7 +130,7 @@ class Engine:
             options=step_options,
         )
         self.num_slots, self.max_length = num_slots, max_length
-        self.slot_bytes, vocab_size = programs.slot_bytes, programs.vocab_size
+        self.slot_bytes, vocab_size = programs.needs.slot_bytes, programs.vocab_size
         shape = num_slots, num_rows, vocab_size
         all_allowed = all_allowed_masks(takes_matchers, defaults, shape)
         takes_matchers = all_allowed is not None

@@ -18,6 +18,7 @@ import numpy as np
 
 from specjax.decode.capacity import format_bytes
 from specjax.decode.drafters import Models, reads_chunks
+from specjax.decode.memory import MemoryNeeds, devices_of, free_bytes, needs_of_state
 from specjax.decode.options import StepOptions
 from specjax.decode.state import DecodeState, Settings
 from specjax.decode.target_step import vocabulary_size
@@ -29,7 +30,6 @@ __all__ = [
     "BatchShape",
     "Programs",
     "cache_lengths",
-    "devices_of",
     "empty_chunk",
     "explain_slots_out_of_memory",
     "make_programs",
@@ -86,7 +86,7 @@ class Programs(NamedTuple):
       resume: `(slots, parked, slot) -> slots`.
       empty_slots: `() -> slots`.
       num_slots: B.
-      slot_bytes: bytes that the state of a slot takes, its caches among them.
+      needs: bytes of a slot, its caches among them, of a step and of a chunk.
       vocab_size: V of the target's logits.
     """
 
@@ -107,7 +107,7 @@ class Programs(NamedTuple):
     resume: Callable[..., DecodeState]
     empty_slots: Callable[[], DecodeState]
     num_slots: int
-    slot_bytes: int
+    needs: MemoryNeeds
     vocab_size: int
 
     @property
@@ -190,6 +190,8 @@ def make_programs(
     is_fixed = is_whole or batch is not None
     lengths = (max_length,) if is_fixed else cache_lengths(max_length, chunk_size)
     batch = batch or _choose_batch(new_caches, num_slots, lengths[0], chunk_size)
+    batch_tokens = 0 if batch is None else (batch.num_pieces or batch.num_prompts) * batch.piece_size
+    needs = needs_of_state(models, shapes, max(chunk_size, batch_tokens))
     return Programs(
         new_caches=new_caches,
         grow_caches=functools.partial(slots.grow_caches, models),
@@ -210,7 +212,7 @@ def make_programs(
         resume=functools.partial(slots.put, axes=axes),
         empty_slots=empty,
         num_slots=num_slots,
-        slot_bytes=slots.slot_bytes(shapes, axes),
+        needs=needs._replace(slot_bytes=slots.slot_bytes(shapes, axes)),
         vocab_size=vocab_size,
     )
 
@@ -283,12 +285,6 @@ def cache_lengths(max_length: int, chunk_size: int) -> tuple[int, ...]:
 # The start of an engine ---------------------------------------------------------------------------
 
 
-def devices_of(target: Model) -> set[jax.Device]:
-    """Returns the devices that a target's parameters are on; JAX's first if they are on a host."""
-    leaves = (leaf for leaf in jax.tree.leaves(target.params) if isinstance(leaf, jax.Array))
-    return {device for leaf in leaves for device in leaf.devices()} or {jax.devices()[0]}
-
-
 @contextlib.contextmanager
 def explain_slots_out_of_memory(
     devices: Iterable[jax.Device], programs: Programs
@@ -298,20 +294,18 @@ def explain_slots_out_of_memory(
     Raises:
       MemoryError: with the bytes of a slot.
     """
-    slot_bytes, prefill_slots = programs.slot_bytes, programs.prefill_slots
-    needed_bytes = int(slot_bytes * (programs.num_slots + prefill_slots))
+    needs, prefill_slots = programs.needs, programs.prefill_slots
+    needed, free = needs.of_slots(programs.num_slots + prefill_slots), free_bytes(devices)
+    room = "" if free is None else f", and {format_bytes(free)} are free"
     error = MemoryError(
         f"The device has no room for {programs.num_slots} slots: each takes "
-        f"{format_bytes(slot_bytes)} at max_length {programs.cache_lengths[-1]}, and prompts that "
-        f"are read {prefill_slots:.1f} more, {format_bytes(needed_bytes)} together. "
-        "Fewer num_slots or a smaller max_length take less."
+        f"{format_bytes(needs.slot_bytes)} at max_length {programs.cache_lengths[-1]}, and prompts "
+        f"that are read {prefill_slots:.1f} more; a step takes {format_bytes(needs.step_bytes)} "
+        f"for its logits, a chunk {format_bytes(needs.chunk_bytes)}; {format_bytes(needed)} "
+        f"together{room}. Fewer num_slots or a smaller max_length take less."
     )
-    # A CPU has no statistics: its allocator fails when it is asked.
-    stats = [device.memory_stats() or {} for device in devices]
-    if all("bytes_limit" in each for each in stats):
-        free_bytes = sum(each["bytes_limit"] - each.get("bytes_in_use", 0) for each in stats)
-        if needed_bytes > free_bytes:
-            raise error
+    if free is not None and needed > free:
+        raise error
     try:
         yield
     except jax.errors.JaxRuntimeError as failure:

@@ -19,11 +19,12 @@ from scipy import stats
 
 import specjax
 from specjax import Engine, SamplingParams, SpeculativeConfig
+from specjax.decode.memory import MemoryNeeds, devices_of
 from specjax.decode.metrics import Metrics
 from specjax.engine import slots
 from specjax.engine.engine import resolve_speculation
 from specjax.engine.programs import _choose_batch as choose_batch
-from specjax.engine.programs import devices_of, explain_slots_out_of_memory, warm_up
+from specjax.engine.programs import explain_slots_out_of_memory, warm_up
 from specjax.engine.request import Request
 from specjax.engine.slots import StepOutput
 from specjax.engine.stop_strings import StoppedText
@@ -755,7 +756,7 @@ def test_too_many_slots_are_refused_with_the_bytes_of_one():
     words = (
         r"no room for 3 slots: each takes 49152.00 GiB \(52776558\d+ bytes\) at max_length 48, and "
     )
-    words += r"prompts that are read 2\.5 more, 270336.00 GiB \(\d+ bytes\) together"
+    words += r"prompts that are read 2\.5 more; .* 270336.00 GiB \(\d+ bytes\) together"
     with pytest.raises(MemoryError, match=words):
         make_engine(None, target=huge)
 
@@ -776,13 +777,14 @@ def test_slots_have_the_room_of_all_devices_that_the_target_is_on(num_devices):
         def memory_stats(self):
             return self._facts
 
-    # Three slots of 20 bytes, and rows of two and a half.
-    programs = make_engine(None)._scheduler._programs._replace(slot_bytes=20)
-    with explain_slots_out_of_memory([Device(110 // num_devices)] * num_devices, programs):
+    # Three slots of 20 bytes, rows of two and a half, and a chunk of 10.
+    programs = make_engine(None)._scheduler._programs._replace(needs=MemoryNeeds(20, 4, 10))
+    with explain_slots_out_of_memory([Device(120 // num_devices)] * num_devices, programs):
         pass
+    words = r"no room for 3 slots: .* a step takes 4 bytes .*, and 119 bytes are free"
     with (
-        pytest.raises(MemoryError, match="no room for 3 slots"),
-        explain_slots_out_of_memory([Device(109), *[Device(0)] * (num_devices - 1)], programs),
+        pytest.raises(MemoryError, match=words),
+        explain_slots_out_of_memory([Device(119), *[Device(0)] * (num_devices - 1)], programs),
     ):
         pass
 

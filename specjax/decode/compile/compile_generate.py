@@ -25,6 +25,7 @@ from specjax.decode.compile.saved_programs import (
 from specjax.decode.drafters import Drafter, Models
 from specjax.decode.generate import Generation, loop_in_place, take_first_requests
 from specjax.decode.logprobs import TopLogprobs
+from specjax.decode.memory import check_memory
 from specjax.decode.metrics import Metrics
 from specjax.decode.options import LoopOptions, check_capacity
 from specjax.decode.prefill import begin_compilation
@@ -201,10 +202,10 @@ def compile_generate(
     shardings = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves((target, drafter))]
     if target.placement is None and any(x and len(x.device_set) > 1 for x in shardings):
         raise ValueError("Parameters lie on several devices; see the mesh of models.load.")
+    models = Models(target, drafter)
+    check_memory(models, requests, static)
     filled = replicate(target.placement, pad_batch_to_mesh(requests, target.placement))
-    lowered, compilations = begin_compilation(
-        loop_in_place, Models(target, drafter), filled, static
-    )
+    lowered, compilations = begin_compilation(loop_in_place, models, filled, static)
     all_lowered = (fold, *lowered)
     programs = [fold.compile(), *(compilation.result() for compilation in compilations)]
     return CompiledGenerate(

@@ -8,6 +8,7 @@ from .tests import (
     decode,
     drafts,
     engines,
+    memory,
     metrics,
     processing,
     step_costs,
@@ -35,6 +36,7 @@ _LONGEST = (
     "test_prompt_lookup_takes_the_longest_suffix_and_its_occurrence_with_most_tokens_after_it"
 )
 _FEATURES = "test_a_drafter_that_reads_features_is_given_those_of_every_committed_token_once"
+_DOES_NOT_FIT = "test_a_batch_that_does_not_fit_is_refused_before_anything_compiles"
 _ON_THE_LINE = "test_times_between_measured_batch_sizes_lie_on_the_line_through_them"
 _TAPS = f"{_FEATURES}[taps1]"
 _LAST_ROWS = "test_chunks_give_the_row_that_the_last_token_would_give"
@@ -314,6 +316,27 @@ MUTATIONS = (
         "_USUAL_RATE",
         adaptive_k("test_the_best_k_has_the_most_expected_tokens_for_its_cost"),
         "the usual rate of a config is not read",
+    ),
+    Mutation(
+        "specjax.decode.memory.MemoryNeeds.of_slots",
+        "max(self.step_bytes, self.chunk_bytes)",
+        "self.step_bytes",
+        memory("test_a_slot_a_step_and_a_chunk_take_the_bytes_of_their_arrays"),
+        "a chunk of prompts takes no room",
+    ),
+    Mutation(
+        "specjax.decode.memory._check_once",
+        "needed <= free",
+        "needed < free",
+        memory("test_a_batch_that_just_fits_is_decoded_and_not_looked_at_again"),
+        "a batch that just fits is refused",
+    ),
+    Mutation(
+        "specjax.decode.memory._check_once",
+        "(free - needs.of_slots(0)) // needs.slot_bytes",
+        "free // needs.slot_bytes",
+        memory(_DOES_NOT_FIT),
+        "more prompts are named than fit next to a step",
     ),
     Mutation(
         "specjax.theory.step_costs.StepCosts.interpolate",

@@ -199,7 +199,7 @@ MUTATIONS = (
         "growth past the next length is compiled by a request",
     ),
     Mutation(
-        "specjax.engine.programs.explain_slots_out_of_memory",
+        "specjax.decode.memory.free_bytes",
         "for device in devices",
         "for device in list(devices)[:1]",
         engines(_ROOM),

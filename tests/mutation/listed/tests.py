@@ -40,6 +40,7 @@ __all__ = [
     "laws",
     "logprobs",
     "lowered",
+    "memory",
     "metrics",
     "noise",
     "pieces",
@@ -124,6 +125,7 @@ kernel_configs = _of("pallas/test_kernel_config.py")
 laws = _of("laws/test_laws.py")
 logprobs = _of("decode/test_logprobs.py")
 lowered = _of("pallas/test_lowering.py")
+memory = _of("decode/test_memory.py")
 metrics = _of("decode/test_metrics.py")
 noise = _of("core/test_noise.py")
 processes = _of("cli/test_processes.py")
