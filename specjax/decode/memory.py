@@ -111,8 +111,9 @@ def needs_of_state(models: Models, state: DecodeState, chunk_tokens: int) -> Mem
     """
     target, size = models.target, state.lengths.size
     ids = jax.ShapeDtypeStruct((size, count_rows(state)), np.int32)
-    operands = (target, ids, ids, state.target_cache)
-    hidden, features, _ = apply_model.eval_shape(*operands, taps=models.taps)
+    # As the step calls it, which takes over what is traced here.
+    operands = (target, ids, ids, state.target_cache, models.taps)
+    hidden, features, _ = apply_model.eval_shape(*operands)
     logits = jax.eval_shape(target.logits, target.params, hidden)
     states = _num_bytes((hidden, features))
     return MemoryNeeds(

@@ -143,6 +143,25 @@ def test_a_batch_that_just_fits_is_decoded_and_not_looked_at_again(monkeypatch):
     assert within(KEYS).tolist() == [6] * B
 
 
+@pytest.mark.once
+def test_a_check_traces_nothing_that_the_programs_do_not(monkeypatch):
+    target, traced = bigrams.model(bigrams.pair(4, seed=1)[0]), []
+
+    def apply(params, token_ids, *rest):
+        traced.append(token_ids.shape)
+        return target.apply(params, token_ids, *rest)
+
+    found = []
+    for num_free in (None, 10**12):
+        # Other functions are traced anew.
+        model = dataclasses.replace(target, apply=lambda *operands: apply(*operands))
+        monkeypatch.setattr(memory, "free_bytes", lambda devices, n=num_free: n)
+        traced.clear()
+        specjax.generate(model, None, [[1], [2, 3]], keys=bigrams.keys(2), max_new_tokens=9)
+        found.append(sorted(traced))
+    assert found[0] == found[1]
+
+
 def test_the_part_that_takes_most_is_to_be_lowered(monkeypatch):
     memory._check_once.cache_clear()
     monkeypatch.setattr(memory, "free_bytes", lambda devices: 1)
