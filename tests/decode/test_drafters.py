@@ -59,3 +59,19 @@ def test_a_loop_of_steps_ends_with_the_target_s_texts_before_it_took_a_step_for_
     assert texts(state) == TEXTS
     assert state.finish.tolist() == [specjax.Finish.LENGTH] * 2
     assert num_steps == state.metrics.num_steps.max() < NEW - 1
+
+
+def test_step_costs_are_measured_and_come_back_from_a_file(tmp_path):
+    costs = specjax.measure_step_costs(
+        TARGET,
+        DRAFTERS["ngram"],
+        batch_sizes=(2,),
+        max_num_speculative_tokens=1,
+        context=4,
+        num_steps=2,
+        rounds=1,
+    )
+    assert min(costs.milliseconds[0]) > 0
+    costs.save(tmp_path / "costs.json")
+    config = SpeculativeConfig("auto", step_costs=specjax.StepCosts.load(tmp_path / "costs.json"))
+    assert config.for_batch_size(7).step_costs == costs.milliseconds[0]
