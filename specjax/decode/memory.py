@@ -17,11 +17,12 @@ from specjax.checks import check_count
 from specjax.config import SpeculativeConfig
 from specjax.decode.capacity import format_bytes
 from specjax.decode.drafters import Drafter, Models
+from specjax.decode.kinds import Kind, kind_of, kind_of_model
 from specjax.decode.options import LoopOptions, StaticOptions, check_capacity
 from specjax.decode.prefill import begin_prefill, is_traced
 from specjax.decode.request_batch import RequestArguments, check_arguments
 from specjax.decode.state import DecodeState, RequestBatch
-from specjax.decode.target_step import abstract_values, apply_model, count_rows
+from specjax.decode.target_step import apply_model, count_rows
 from specjax.devices.placement import with_auto_axes
 from specjax.processing.sampling_params import SamplingParams
 from specjax.types import Model
@@ -152,21 +153,24 @@ def check_memory(models: Models, requests: RequestBatch, options: StaticOptions)
     Raises:
       MemoryError: with the bytes of each part, and what to lower.
     """
-    leaves, structure = jax.tree.flatten((models, requests))
-    if is_traced() or any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
-        return
     devices = devices_of(models.target)
-    if free_bytes(devices) is not None:
-        _check_once(structure, abstract_values(leaves), options, frozenset(devices))
+    if is_traced() or free_bytes(devices) is None:
+        return
+    target, drafter = map(kind_of_model, models)
+    _check_once(target, drafter, kind_of(requests), options, frozenset(devices))
 
 
 @functools.lru_cache(maxsize=64)
 def _check_once(
-    structure: Any, types: tuple[Any, ...], options: StaticOptions, devices: frozenset[jax.Device]
+    target: Kind,
+    drafter: Kind | None,
+    batch: Kind,
+    options: StaticOptions,
+    devices: frozenset[jax.Device],
 ) -> None:
     """Refuses a batch; what it raises is not kept, so that the next call looks again."""
-    leaves = [jax.ShapeDtypeStruct(shape, dtype, weak_type=weak) for shape, dtype, weak in types]
-    models, requests = jax.tree.unflatten(structure, leaves)
+    models = Models(target.shapes(), None if drafter is None else drafter.shapes())
+    requests = batch.shapes()
     needs, (size, max_length) = _needs_of_batch(models, requests, options), requests.token_ids.shape
     needed, free = needs.of_slots(size), free_bytes(devices)
     if free is None or needed <= free:
@@ -188,9 +192,10 @@ def _check_once(
 
 
 def devices_of(target: Model) -> set[jax.Device]:
-    """Returns the devices that a target's parameters are on; JAX's first if they are on a host."""
-    leaves = (leaf for leaf in jax.tree.leaves(target.params) if isinstance(leaf, jax.Array))
-    return {device for leaf in leaves for device in leaf.devices()} or {jax.devices()[0]}
+    """Returns the devices of a target's first array; JAX's first if its arrays are on a host."""
+    leaves = jax.tree.leaves(target.params)
+    placed = (x for x in leaves if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer))
+    return next((leaf.devices() for leaf in placed), {jax.devices()[0]})
 
 
 def free_bytes(devices: Iterable[jax.Device]) -> int | None:

@@ -190,7 +190,8 @@ def make_programs(
     is_fixed = is_whole or batch is not None
     lengths = (max_length,) if is_fixed else cache_lengths(max_length, chunk_size)
     batch = batch or _choose_batch(new_caches, num_slots, lengths[0], chunk_size)
-    batch_tokens = 0 if batch is None else (batch.num_pieces or batch.num_prompts) * batch.piece_size
+    num_pieces = 0 if batch is None else batch.num_pieces or batch.num_prompts
+    batch_tokens = 0 if batch is None else num_pieces * batch.piece_size
     needs = needs_of_state(models, shapes, max(chunk_size, batch_tokens))
     return Programs(
         new_caches=new_caches,
