@@ -17,10 +17,13 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 # What `make head-parity` needs of the packages that speculators names, and what torch itself needs.
 SPECULATORS_NEEDS = torch 'transformers<=5.19' openai 'datasets<=5.1' 'loguru<=0.7.3' pydantic-settings aiohttp psutil protobuf rich typer click httpx
 
+# What `make peers` compares with; keras-hub brings tensorflow, of which it uses nothing.
+PEERS_NEEDS = transformers==5.24.0 keras-hub==0.32.0
+
 # A Python that sees an NVIDIA GPU, with jax, pytest, chex, hypothesis and scipy.
 PYTHON_GPU ?= python3
 
-.PHONY: demo quick kernels test checks nightly parity head-parity tunix gpu-test gpu-sanitize lint docs wheel clean
+.PHONY: demo quick kernels test checks nightly parity head-parity tunix peers gpu-test gpu-sanitize lint docs wheel clean
 
 demo: $(VENV)/.demo
 	$(VENV)/bin/specjax generate --prompt-file examples/prompt.txt --temperature 0.7 --max-new-tokens 256 --compare
@@ -64,6 +67,12 @@ head-parity: $(VENV)/.heads
 # `specjax.contrib.tunix`, with google-tunix: dozens of packages, so give it a VENV of its own.
 tunix: $(VENV)/.tunix
 	SPECJAX_TUNIX_TEST=1 $(VENV)/bin/python -m pytest -q $(TUNIX_FLAGS) tests/contrib/tunix
+
+# What other libraries' samplers emit, next to the target's distribution, and its page. Give it a VENV
+# of its own. vLLM's kernels need a GPU: benchmarks/README.md has their command.
+peers: $(VENV)/.peers
+	$(VENV)/bin/python -m benchmarks.peers --out benchmarks/results/peers.json $(PEERS_FLAGS)
+	$(VENV)/bin/python -m benchmarks.tables.peers benchmarks/results/peers.json --readme docs/peers.md
 
 # Every test marked `gpu`, in as many processes as share a GPU well. GPU_FLAGS=-x stops a file at a fault.
 gpu-test:
@@ -111,6 +120,14 @@ $(VENV)/.torch: | $(VENV)/bin/pip
 $(VENV)/.heads: $(VENV)/.torch $(VENV)/.test
 	$(PIP) install $(SPECULATORS_NEEDS)
 	$(PIP) install --no-deps speculators==0.9.0 hs-connectors==0.9.0
+	@touch $@
+
+# tpu-inference needs all of vLLM for TPUs: a few files of its wheel are read instead.
+$(VENV)/.peers: $(VENV)/.torch $(VENV)/.test
+	$(PIP) install $(PEERS_NEEDS)
+	$(PIP) download --no-deps --python-version 3.13 --dest build/peers tpu-inference==0.32.0
+	$(VENV)/bin/python -m zipfile --extract build/peers/tpu_inference-0.32.0-py3-none-any.whl build/peers/tpu
+	echo 0.32.0 >build/peers/tpu/VERSION
 	@touch $@
 
 $(VENV)/bin/pip:

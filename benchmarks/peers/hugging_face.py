@@ -18,6 +18,7 @@ import transformers
 from transformers.generation import utils
 from transformers.generation.logits_process import TemperatureLogitsWarper, TopPLogitsWarper
 
+from benchmarks.peers.gemma import gemma_case
 from benchmarks.peers.inputs import (
     ROWS,
     Array,
@@ -201,3 +202,4 @@ def cases() -> Iterator[dict[str, Any]]:
         call = "generate(prompt_lookup_num_tokens=...)"
         for case, kind in (("argmax, without logits", Kind()), ("greedy", Kind(0.0))):
             yield measure(case, call, lookup_outcomes(rows, kind), rows, kind, size=size)
+    yield gemma_case()

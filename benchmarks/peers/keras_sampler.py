@@ -1,9 +1,9 @@
 """keras-hub's `SpeculativeSampler`, by enumeration: calls with functions that return fixed logits.
 
-The sampler drafts by argmax, accepts a token where `uniform * q < p`, and draws the last token by the
-argmax of log-weights and Gumbel noise. The uniforms of acceptance are given, so that each pattern of
-accepted tokens occurs once. The noise is constant, so that the argument of the argmax gives the
-weights. All rows of a batch advance by the fewest accepted tokens among them.
+The sampler drafts by argmax, accepts a token where `uniform * q < p`, and draws the last token by
+the argmax of log-weights and Gumbel noise. The uniforms of acceptance are given, so that each
+pattern of accepted tokens occurs once. The noise is constant, so that the argument of the argmax
+gives the weights. All rows of a batch advance by the fewest accepted tokens among them.
 """
 
 import itertools

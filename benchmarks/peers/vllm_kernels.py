@@ -2,16 +2,19 @@
 
 python3 -m benchmarks.peers.vllm_kernels --vllm build/peers/vllm
 
-The folder holds a few files of the wheel, as `benchmarks/vllm/files.py` reads them. Drafts are drawn
-by vLLM's `gumbel_sample`, with the arguments that its speculator gives, from unfiltered draft logits
-at the request's temperature; "argmax" drafts come without logits. Temperature and top-p are applied
-to the target's rows by vLLM's kernels, as `Sampler.apply_sampling_params` does.
+The folder holds a few files of the wheel, as `benchmarks/vllm/files.py` reads them. Drafts are
+drawn by vLLM's `gumbel_sample`, with the arguments that its speculator gives, from unfiltered draft
+logits at the request's temperature; "argmax" drafts come without logits. Temperature and top-p are
+applied to the target's rows by vLLM's kernels, as `Sampler.apply_sampling_params` does.
 """
 
 import argparse
+import datetime
 import importlib
 import json
 import pathlib
+import shlex
+import sys
 import types
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -174,7 +177,14 @@ def main() -> None:
     name = "cpu" if args.smoke else torch.cuda.get_device_name()
     version = f"{functions.source}, torch {torch.__version__}, triton {triton.__version__}"
     found = list(cases(kernels, size, device))
-    print(json.dumps({"peer": NAME, "version": version, "device": name, "cases": found}))
+    section = {
+        "peer": NAME,
+        "version": version,
+        "device": name,
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "command": shlex.join(["python3", "-m", "benchmarks.peers.vllm_kernels", *sys.argv[1:]]),
+    }
+    print(json.dumps(section | {"cases": found}))
 
 
 if __name__ == "__main__":
