@@ -19,7 +19,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.peers.inputs import MIXED, ROWS, Array, Kind, Rows, count_outcomes
+from benchmarks.peers.inputs import (
+    MIXED,
+    ROWS,
+    Array,
+    Kind,
+    Rows,
+    count_outcomes,
+    smallest_rows_of_top_p,
+)
 from benchmarks.peers.measure import measure
 
 NAME = "tpu-inference"
@@ -162,7 +170,8 @@ def cases() -> Iterator[dict[str, Any]]:
         yield from run("argmax, without probabilities", rows, {"": Kind()}, False, size)
         yield from run("sampled, with probabilities", rows, {"": Kind()}, True, size)
         yield from run("greedy", rows, {"": Kind(0.0)}, False, size)
-        yield from run("argmax, T = 0.7, top-p 0.8", rows, {"": Kind(0.7, 0.8)}, False, size)
+        of_top_p = rows if size == "usual" else smallest_rows_of_top_p()
+        yield from run("argmax, T = 0.7, top-p 0.8", of_top_p, {"": Kind(0.7, 0.8)}, False, size)
         yield from run("argmax, top-p 0.8", rows, {"": Kind(1.0, 0.8)}, False, size)
         if size == "usual":
             yield from run("mixed batch, argmax drafts", rows, MIXED, False, size)
