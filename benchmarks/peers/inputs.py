@@ -53,7 +53,7 @@ def smallest_rows() -> Rows:
 
 
 def smallest_rows_of_top_p() -> Rows:
-    """V = 2, K = 1: p = (3/4, 1/4), of which top-p 0.8 keeps one token at T = 0.7, and both at 1."""
+    """V = 2, K = 1: p = (3/4, 1/4); top-p 0.8 keeps one token at T = 0.7, and both at T = 1."""
     p, q = np.array([[0.75, 0.25], [0.75, 0.25]]), np.array([[0.75, 0.25]])
     return Rows(np.log(p).astype(np.float32), np.log(q).astype(np.float32))
 

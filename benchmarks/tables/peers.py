@@ -12,7 +12,7 @@ BEGIN, END = "<!-- peers-table -->", "<!-- /peers-table -->"
 # Of an enumeration, what float32 leaves of 0.
 ROUNDING = 1e-5
 # Samples are told from the target by a total variation of this many times that of chance.
-TIMES_CHANCE = 2
+TIMES_CHANCE = 4
 MISTAKE = "mistake: "
 COLUMNS = ("sampled drafts", "argmax drafts", "greedy", "top-p", "mixed batch")
 
