@@ -111,18 +111,19 @@ def count_outcomes(tokens: Array, vocab_size: int) -> Outcomes:
     return np.bincount(index, minlength=math.prod(shape)).reshape(shape).astype(np.float64)
 
 
-def text_distribution(outcomes: Outcomes, p: Array) -> Array:
+def text_distribution(outcomes: Outcomes, p: Array, power: int = 1) -> Array:
     """The joint distribution of the next tokens, one for each row of p [n, V].
 
-    A step emits some of them; those after it follow p, as the target alone would draw them.
+    A step emits some of them; those after it follow p, as the target alone would draw them. With
+    `power` 2 the mean square of a step's share in each text, which says how much samples spread.
     """
     size = p.shape[1]
     joint = np.zeros((size,) * len(p))
     for step in np.argwhere(outcomes > 0):
         tokens = [int(token) for token in step if token < size][: len(p)]
         rows = [np.eye(size)[token] for token in tokens] + list(p[len(tokens) :])
-        joint += outcomes[tuple(step)] * outer(rows)
-    return joint / joint.sum()
+        joint += outcomes[tuple(step)] * outer(rows) ** power
+    return joint / outcomes.sum()
 
 
 def outer(rows: list[Array]) -> Array:
@@ -137,6 +138,10 @@ def total_variation(a: Array, b: Array) -> float:
     return 0.5 * float(np.abs(a - b).sum())
 
 
-def variation_by_chance(p: Array, num_samples: int) -> float:
-    """The mean total variation of `num_samples` draws from p: 1/2 sum sqrt(2 p (1 - p) / pi N)."""
-    return 0.5 * float(np.sqrt(2 * p * (1 - p) / (math.pi * num_samples)).sum())
+def variation_by_chance(p: Array, num_samples: int, mean_square: Array | None = None) -> float:
+    """The mean total variation of `num_samples` draws: 1/2 sum sqrt(2 variance / pi N).
+
+    A draw is one token of p, or has shares of p whose `mean_square` is given.
+    """
+    variance = (p if mean_square is None else mean_square) - p**2
+    return 0.5 * float(np.sqrt(2 * np.maximum(variance, 0) / (math.pi * num_samples)).sum())

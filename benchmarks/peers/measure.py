@@ -43,7 +43,8 @@ def measure(
     if num_samples is not None:
         record["samples"] = num_samples
         record["first_token_by_chance"] = variation_by_chance(p[0], num_samples)
-        record["step_by_chance"] = variation_by_chance(joint, num_samples)
+        squares = text_distribution(outcomes, p, power=2)
+        record["step_by_chance"] = variation_by_chance(text, num_samples, squares)
     if size == "smallest":
         record["emitted"] = [round(float(x), 6) for x in text.sum(axis=later)]
         record["target"] = [round(float(x), 6) for x in p[0]]

@@ -114,3 +114,16 @@ def test_the_obvious_lines_are_right_but_for_their_mistake(benchmark, monkeypatc
     assert made.is_exact(right)
     assert made.is_exact(right, "step")
     assert wrong["first_token"] == pytest.approx(1 / 6, abs=0.04)
+
+
+def test_chance_of_a_step_is_what_samples_of_the_right_step_show(benchmark):
+    inputs, measure = benchmark("peers.inputs"), benchmark("peers.measure").measure
+    rows, kind, rng = inputs.smallest_rows(), inputs.Kind(), np.random.default_rng(1)
+    right = outcomes_of(inputs, rows, lambda p, q: np.maximum(p - q, 0))
+    shown, chances = [], []
+    for _ in range(200):
+        counts = rng.multinomial(2000, right.ravel() / right.sum()).reshape(right.shape)
+        record = measure("", "", counts, rows, kind, size="usual", num_samples=2000)
+        shown.append(record["step"])
+        chances.append(record["step_by_chance"])
+    assert np.mean(chances) == pytest.approx(np.mean(shown), rel=0.15)
