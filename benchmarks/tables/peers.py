@@ -73,6 +73,13 @@ def smallest(case: dict[str, Any] | None) -> str:
     return f"{case['emitted'][0]:.3f} for {case['target'][0]:.3f}"
 
 
+def title(case: dict[str, Any]) -> str:
+    """The case, with the rule of its call where that is not the standard one, and its note."""
+    rule = case["call"].partition(", ")[2]
+    more = [text for text in (rule, case.get("note")) if text and text != "standard"]
+    return case["case"] + (f" ({'; '.join(more)})" if more else "")
+
+
 def peer_table(peer: str, section: dict[str, Any]) -> list[str]:
     """The cases of a peer, and where they were measured."""
     cases = section["cases"]
@@ -87,8 +94,7 @@ def peer_table(peer: str, section: dict[str, Any]) -> list[str]:
         if case["rows"] == "smallest":
             continue
         tokens = f"{case['tokens_per_step']:.2f}" if "tokens_per_step" in case else ""
-        name = case["case"] + (f" ({case['note']})" if case.get("note") else "")
-        cells = [name, variation(case, "first_token"), variation(case, "step"), tokens]
+        cells = [title(case), variation(case, "first_token"), variation(case, "step"), tokens]
         lines.append(f"| {' | '.join([*cells, smallest(at_two.get(case['case']))])} |")
     counts = sorted({case["samples"] for case in cases if "samples" in case})
     how = "enumerated" if not counts else f"{min(counts):,} samples of a case or more"
