@@ -18,7 +18,7 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 SPECULATORS_NEEDS = torch 'transformers<=5.19' openai 'datasets<=5.1' 'loguru<=0.7.3' pydantic-settings aiohttp psutil protobuf rich typer click httpx
 
 # What `make peers` compares with; keras-hub brings tensorflow, of which it uses nothing.
-PEERS_NEEDS = transformers==5.24.0 keras-hub==0.32.0
+PEERS_NEEDS = torch transformers==5.24.0 keras-hub==0.32.0
 
 # A Python that sees an NVIDIA GPU, with jax, pytest, chex, hypothesis and scipy.
 PYTHON_GPU ?= python3

@@ -93,11 +93,17 @@ def _load(name: str) -> Any:
 
 
 class _Batch:
-    """One step of many requests, the kinds in turn, laid end to end as the sampler takes them."""
+    """One step of many requests, the kinds in turn, laid end to end as the sampler takes them.
 
-    def __init__(self, rows: Rows, kinds: list[Kind], with_probs: bool, padding: int = 0) -> None:
+    `padding` rows follow the last request: each drafts what its row of the target does not like.
+    """
+
+    def __init__(
+        self, rows: Rows, kinds: list[Kind], with_probs: bool, size: int = BATCH, padding: int = 0
+    ) -> None:
         self.rows, self.kinds, self.with_probs = rows, kinds, with_probs
-        each = np.arange(BATCH) % len(kinds)
+        self.size, self.padding = size, padding
+        each = np.arange(size) % len(kinds)
         lengths = [rows.k if kind.num_tokens is None else kind.num_tokens for kind in kinds]
         self.lengths = np.array(lengths)[each]
         self.start = np.concatenate([[0], np.cumsum(self.lengths)])
@@ -119,9 +125,11 @@ class _Batch:
         drafted = jnp.argmax(logits, axis=-1)[self.place]
         if self.with_probs:
             drafted = jax.random.categorical(draft_key, logits[self.place])
+        if self.padding:
+            drafted = drafted.at[-self.padding :].set(int(rows.target[0].argmin()))
         metadata = SamplingMetadata(
             temperature=jnp.asarray(self.temperature),
-            top_k=jnp.zeros(BATCH, jnp.int32),
+            top_k=jnp.zeros(self.size, jnp.int32),
             top_p=jnp.asarray(self.top_p),
             do_sampling=not self.is_greedy,
         )
@@ -139,10 +147,10 @@ class _Batch:
 
     def parse(self, found: Array) -> Array:
         """As the static `parse_output` of the sampler does for each request, for all at once."""
-        tokens = np.full((BATCH, self.rows.k + 1), -1)
+        tokens = np.full((self.size, self.rows.k + 1), -1)
         tokens[:, :-1][self.is_drafted] = found[: self.start[-1]]
         bonus = found[len(self.place) :]
-        tokens[np.arange(BATCH), self.lengths] = bonus
+        tokens[np.arange(self.size), self.lengths] = bonus
         # What is -1 in between is left out, so that the bonus follows the last accepted token.
         order = np.argsort(tokens < 0, axis=1, kind="stable")
         return np.take_along_axis(tokens, order, axis=1)
@@ -153,8 +161,8 @@ def cases() -> Iterator[dict[str, Any]]:
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("data", "model"))
     sampler = sampler_module.RejectionSampler(mesh)
 
-    def run(case: str, rows: Rows, kinds: dict[str, Kind], with_probs: bool, size: str, **options):
-        batch = _Batch(rows, list(kinds.values()), with_probs, **options)
+    def run(case: str, rows: Rows, kinds: dict[str, Kind], with_probs: bool, size: str) -> Any:
+        batch = _Batch(rows, list(kinds.values()), with_probs)
         counts: list[Any] = [0.0] * len(kinds)
         for number in range(BATCHES if size == "usual" else 1):
             tokens = batch.step(sampler, sampling.sample, mesh, jax.random.key(number))
@@ -178,3 +186,12 @@ def cases() -> Iterator[dict[str, Any]]:
         else:
             two = {"T = 1": Kind(), "greedy": Kind(0.0)}
             yield from run("mixed batch, argmax drafts", rows, two, False, size)
+    # Nothing of it is drawn: every draft is the argmax of the target.
+    rows = ROWS["usual"]()
+    rows = Rows(rows.target, rows.target[:-1])
+    for padding in (0, 2):
+        batch = _Batch(rows, [Kind(0.0)], False, size=1, padding=padding)
+        tokens = batch.step(sampler, sampling.sample, mesh, jax.random.key(0))
+        outcomes = count_outcomes(tokens, rows.vocab_size)
+        case = f"greedy, one request whose drafts are right, {padding} rows of padding after it"
+        yield measure(case, CALL, outcomes, rows, Kind(0.0), size="usual")
