@@ -309,7 +309,7 @@ def _compare_implementations(seed: int) -> Iterator[_Finding]:
     has_gpu = jax.default_backend() == "gpu"
     for rule in _RULES:
         first = _verify(batch, rule, plain)
-        for implementation in ("interpret", "triton") if has_gpu else ("interpret",):
+        for implementation in ("triton", "interpret") if has_gpu else ("interpret",):
             options = specjax.Options(implementation=implementation)
             name = f"{rule}: xla and {implementation}"
             yield _compare_steps(name, first, _verify(batch, rule, options))
