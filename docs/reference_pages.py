@@ -29,7 +29,8 @@ PAGES = (
     (
         "Decode a batch",
         "The whole loop: draft, verify, commit.",
-        """generate Generation SpeculativeConfig LoopOptions unpad init step DecodeState Settings
+        """generate Generation SpeculativeConfig StepCosts measure_step_costs LoopOptions
+        memory_needs MemoryNeeds unpad init step DecodeState Settings
         StepInfo compile_generate CompiledGenerate load_compiled enable_compilation_cache""",
     ),
     (
