@@ -26,7 +26,11 @@ from specjax.models import (
     eagle3_drafter,
 )
 
-pytestmark = pytest.mark.lenient
+# Some tests call programs without a public call, which would silence JAX's warning.
+pytestmark = [
+    pytest.mark.lenient,
+    pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated"),
+]
 
 TARGET = TransformerConfig(64, 32, 64, 3, 4, 2, 8)
 LENGTHS, S, PIECE, NUM_PIECES = (37, 5, 70, 2), 96, 8, 6
