@@ -54,10 +54,10 @@ def kind_of(tree: Any) -> Kind:
     return _kind(structure, types, is_placed)
 
 
-def kind_of_model(model: Model | Drafter | None) -> Kind | None:
-    """Returns the kind of a model or drafter; None of none."""
+def kind_of_model(model: Model | Drafter | None) -> Kind:
+    """Returns the kind of a model, of a drafter or of None."""
     if model is None:
-        return None
+        return kind_of(None)
     known = _KINDS.get(id(model))
     if known is None or known[0]() is not model:
         key = id(model)

@@ -163,14 +163,13 @@ def check_memory(models: Models, requests: RequestBatch, options: StaticOptions)
 @functools.lru_cache(maxsize=64)
 def _check_once(
     target: Kind,
-    drafter: Kind | None,
+    drafter: Kind,
     batch: Kind,
     options: StaticOptions,
     devices: frozenset[jax.Device],
 ) -> None:
     """Refuses a batch; what it raises is not kept, so that the next call looks again."""
-    models = Models(target.shapes(), None if drafter is None else drafter.shapes())
-    requests = batch.shapes()
+    models, requests = Models(target.shapes(), drafter.shapes()), batch.shapes()
     needs, (size, max_length) = _needs_of_batch(models, requests, options), requests.token_ids.shape
     needed, free = needs.of_slots(size), free_bytes(devices)
     if free is None or needed <= free:

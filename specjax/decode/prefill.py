@@ -103,7 +103,7 @@ def _begin_compilation(
     """Begins to compile `run_prefill` and `run`, if no call had these shapes and options before."""
     kinds = (*map(kind_of_model, models), kind_of(requests))
     # If inputs are sharded, the state's sharding is known only after prefill.
-    is_placed = any(kind is not None and kind.is_placed for kind in kinds)
+    is_placed = any(kind.is_placed for kind in kinds)
     if is_placed or jax.config.values["jax_disable_jit"]:
         return ()
     # The dtype of a Python float, which `jax_enable_x64` changes, is part of what is compiled.
