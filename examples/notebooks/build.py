@@ -9,7 +9,7 @@ import re
 
 HERE = pathlib.Path(__file__).parent
 DOCS = HERE.parents[1] / "docs"
-PAGES = ("one_step.md", "your_model.md")
+PAGES = ("drafter_and_k.md", "one_step.md", "rollouts.md", "your_model.md")
 
 
 def cells_of(page: str) -> list[dict]:
