@@ -200,9 +200,10 @@ def devices_of(target: Model) -> set[jax.Device]:
 def free_bytes(devices: Iterable[jax.Device]) -> int | None:
     """Returns the bytes that are free on all devices together; None where one does not tell.
 
-    A CPU does not: its allocator fails when it is asked.
+    A CPU does not: its allocator fails when it is asked. Nor does a device of another process.
     """
-    stats = [device.memory_stats() or {} for device in devices]
+    here = jax.process_index()
+    stats = [(x.memory_stats() if x.process_index == here else None) or {} for x in devices]
     if not all("bytes_limit" in each for each in stats):
         return None
     return sum(each["bytes_limit"] - each.get("bytes_in_use", 0) for each in stats)
