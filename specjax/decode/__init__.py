@@ -18,7 +18,7 @@
 | `state` | `DecodeState`, `Settings`, `StepInfo` |
 | `matchers` | `RowMasks`: masks of each row, by matchers on the host |
 | `metrics`, `logprobs` | counts of steps; listed log-probabilities |
-| `capacity`, `kinds` | sizes and padding of buffers; what decides which program takes a model |
+| `capacity`, `kinds` | sizes and padding of buffers; the key by which a model's compiled program is found |
 | `memory` | bytes of a slot, a step and a chunk, and what does not fit is refused |
 
 Open `step` first. Public calls check their arguments, and the other modules trust them.
@@ -27,9 +27,13 @@ Open `step` first. Public calls check their arguments, and the other modules tru
     init        check_arguments -> run_requests: prefill, then run_first_step
     step        check_step_options -> run_step
 
+`request_batch` has the checks, `prefill` has `run_requests`, `generate` has `run_loop`, and `step`
+has the other two.
+
 A row is one of the K + 1 positions of a step, with its logits.
 
-Letters: `A` taps, `B` requests, `C` tokens read at once, `D` hidden size (`E` in `Drafter` and
-`Model`), `E` end-of-sequence ids, `K` drafted tokens, `L` any other number of tokens, `S` tokens
-that buffers hold, `V` vocabulary. Imported by `engine`, `models`, `contrib` and `cli`.
+Letters: `A` taps (target layers whose hidden states a drafter reads), `B` requests, `C` tokens read
+at once, `D` hidden size, `E` end-of-sequence ids, `K` drafted tokens, `L` any other number of
+tokens, `S` tokens that buffers hold, `V` vocabulary. In `Drafter` and `Model`, `E` is the hidden
+size. Imported by `engine`, `models`, `contrib` and `cli`.
 """
