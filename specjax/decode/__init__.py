@@ -18,7 +18,7 @@
 | `state` | `DecodeState`, `Settings`, `StepInfo` |
 | `matchers` | `RowMasks`: masks of each row, by matchers on the host |
 | `metrics`, `logprobs` | counts of steps; listed log-probabilities |
-| `capacity`, `kinds` | sizes and padding of buffers; the key by which a model's compiled program is found |
+| `capacity`, `kinds` | sizes and padding of buffers; the key of a model's compiled programs |
 | `memory` | bytes of a slot, a step and a chunk, and what does not fit is refused |
 
 Open `step` first. Public calls check their arguments, and the other modules trust them.

@@ -8,11 +8,25 @@
 
 `run_step` calls all five. "Rows" are logits rows throughout: row 0 holds the logits after the last
 committed token, row i those after the i-th drafted token. Without a drafter K = 0: plain decoding.
+These are the fields of `TargetRows`, of which more than one may be None:
 
-A request's first step has no draft and uses row 0 alone, the logits after the prompt's last token:
+    hidden            [B, K + 1, D]        hidden states of the tokens fed
+    features          [B, K + 1, A * D]    states after the layers that the drafter taps, if any
+    raw_logits        [B, K + 1, V]        of the model, if they are to be listed
+    logits            [B, K + 1, V]        after the sampling rules
+    cutoff            f32[B, K + 1]        lower logits are not sampled
+    split, placement                       how logits and requests lie over a mesh of devices
 
-    generate    prefill reads all but the last token; `run_step` feeds it as any last token
-    init        prefill reads the last token, too; `run_first_step` takes over its hidden state
+The step that gives a request its first token has no draft, and uses row 0 alone: the logits after
+the prompt's last token. One of two programs computes them:
+
+    generate    prefill reads all but the last token. `run_step` feeds it as any last token, with a
+                draft of 0 tokens, so that this step has K + 1 rows, too
+    init        prefill reads the last token, too. `run_first_step` takes over its hidden state, and
+                has row 0 alone
+
+An engine's slots begin in the way of `generate`. `cli.stream_programs` calls `compute_rows` and
+`verify_and_commit` in programs of its own. The other parts are called here alone.
 
 The callers have checked the arguments. `target_step` checks what the target returns, and
 `draft_step` what the drafter returns.
@@ -71,7 +85,8 @@ def run_step(
 
     Args:
       models: the target, and a drafter or None.
-      state: from `prefill.run_prefill`, `run_first_step` or this function.
+      state: from `prefill.run_prefill`, `run_first_step` or this function. `state.DecodeState`
+        lists its fields with their shapes.
       options: checked options, compiled in.
     """
     state, rows = compute_rows(models, state, options)
@@ -109,21 +124,23 @@ def verify_and_commit(
 
     Args:
       drafter: a drafter or None.
-      state: from `compute_rows`; in a first step, from the prefill.
-      rows: K + 1 rows from `compute_rows`, or row 0 alone in a first step.
+      state: from `compute_rows`; in `run_first_step`, from the prefill.
+      rows: K + 1 rows from `compute_rows`; in `run_first_step`, row 0 alone.
       options: as in `run_step`.
 
     Returns:
       The state, whose draft is still the one just verified, and the info of the step.
     """
-    verified_draft = state.draft
+    pending_draft = state.draft
     if rows.hidden.shape[1] < count_rows(state):
-        # A first step: row 0 alone verifies a draft of width 0.
-        no_draft = Draft(verified_draft.token_ids[:, :0], num_tokens=verified_draft.num_tokens)
+        # From `run_first_step`: row 0 alone verifies a draft of width 0. The first step of
+        # `generate` has K + 1 rows, and a draft of width K with 0 tokens.
+        no_draft = Draft(pending_draft.token_ids[:, :0], num_tokens=pending_draft.num_tokens)
         state = state._replace(draft=no_draft)
     info = verify_pending(state, rows, options)
     committed = commit_emitted(state, rows, info)
-    return extend_drafter(drafter, state, committed, rows)._replace(draft=verified_draft), info
+    # The draft of width K goes back: the states of all steps have one structure.
+    return extend_drafter(drafter, state, committed, rows)._replace(draft=pending_draft), info
 
 
 def compute_rows(
@@ -133,8 +150,9 @@ def compute_rows(
 
     The target is fed the last committed token and the pending draft.
 
-    The draft is then discarded if a call of `step` changed the method, so that drafts now have
-    other fields: for instance no q. In that case only row 0 is used.
+    The draft is then discarded if the caller of `specjax.step` changed the method, so that drafts
+    now have other fields: for instance no q. In that case only row 0 is used. K is never changed:
+    `specjax.step` refuses that.
 
     Args:
       models: as in `run_step`.
@@ -149,11 +167,11 @@ def compute_rows(
         hidden, features, cache = apply_model(target, input_ids, positions, cache, models.taps)
         return cache, score_hidden(target, state, options.implementation, hidden, features)
 
-    # Where K is adaptive, `score` is compiled for several k. The smallest that holds the batch's
-    # longest draft runs, and its rows are padded with zeros to K + 1.
+    # Where K is adaptive, `score` is compiled for 0, K and the `draft_buckets`. The smallest that
+    # holds the batch's longest draft runs, and its rows are padded with zeros to K + 1.
     cache, rows = run_smallest_k(state, score, state.target_cache, options.draft_buckets)
     state = state._replace(target_cache=cache)
-    # Of the hidden states [B, D], only the shape and the dtype are read.
+    # Only the shape and the dtype of these hidden states [B, D] are read.
     return discard_incompatible_draft(drafter, state, rows.hidden[:, 0], options), rows
 
 
@@ -169,12 +187,13 @@ def verify_pending(state: DecodeState, rows: TargetRows, options: StepOptions) -
     resolved = resolve_implementation(options.implementation)
     k = count_rows(state) - 1
     rule = static_rule(config.verification_rule(settings.conditional_rates))
-    # What the verifier is compiled for. The arrays in `inputs`, synthetic rates among them, are
-    # data: other values do not recompile.
+    # What the verifier is compiled for. The arrays in `inputs` are data: other values do not
+    # recompile. Among them are `conditional_rates` f32[K], which method "synthetic" imitates.
     call = CallOptions(config.noise_dtype, resolved, k, rule)
     if rule == COUPLED:
         # Coupling compares drafted tokens with the target's own draws, and reads no probabilities.
         draft = draft.without_q()
+    # In `run_first_step` the draft has width 0, which rates f32[K] do not fit.
     inputs = VerifyInputs(
         draft,
         rows.logits,
@@ -217,7 +236,8 @@ def commit_emitted(state: DecodeState, rows: TargetRows, info: StepInfo) -> Deco
     if grammar_state is not None:
         assert settings.sampling is not None
         grammar_state = advance(settings.sampling.grammar, grammar_state, emitted, num_committed)
-    # Metrics leave out the first step of a request, which has no draft: -1 is an inactive request.
+    # Metrics leave out the step that gave a request its first token, because it has no draft. -1
+    # makes `update_metrics` skip a request, as it does inactive ones.
     is_first = state.lengths == settings.prompt_lengths
     metrics = update_metrics(
         state.metrics,
@@ -242,7 +262,8 @@ def commit_emitted(state: DecodeState, rows: TargetRows, info: StepInfo) -> Deco
         metrics=metrics,
         counts=counts,
         top_logprobs=append_each(state.top_logprobs, _list_logprobs(state, rows, emitted)),
-        # The acceptance that adaptive K goes by; None if K is fixed.
+        # `k_policy` is made from the state's `draft_history`. `update` returns this history with
+        # the step added; None if K is fixed.
         draft_history=state.k_policy.update(num_drafted, verification.num_accepted, lengths),
         grammar_state=grammar_state,
     )
@@ -287,22 +308,25 @@ def _list_logprobs(
         # A token below the cutoff is not sampled: its probability is 0.
         return None, list_top_logprobs(logits, emitted, temperature, cutoff, n=listing.num)
 
+    # Without `draft_buckets`: these are copies of the target's layers, and `list_rows` has none. So
+    # it is compiled for 0 and K alone.
     return run_smallest_k(state, list_rows, None)[1]
 
 
 def extend_drafter(
     drafter: Drafter | None, state: DecodeState, committed: DecodeState, rows: TargetRows
 ) -> DecodeState:
-    """Returns the committed state, in which a drafter of features has read the target's inputs.
+    """Returns the committed state, in which a drafter that reads features has read the tokens fed.
 
-    Features are the target's hidden states, of its last layer or of the layers that the drafter
-    taps. A drafter without features reads the committed tokens later, in `draft_next`.
+    The features of a token are the target's hidden states at it, of the layers that the drafter
+    taps. Without taps they are the last hidden states, `rows.hidden`, and `rows.features` is None.
+    A drafter that reads no features reads the committed tokens later, in `draft_next`.
 
     Args:
       drafter: a drafter or None.
       state: before the commit, as in `commit_emitted`.
       committed: from `commit_emitted`.
-      rows: as in `verify_and_commit`, with the features of the tokens fed.
+      rows: as in `verify_and_commit`; one for each token fed.
     """
     if drafter is None or not drafter.reads_features:
         return committed
@@ -310,7 +334,8 @@ def extend_drafter(
     num_committed = committed.lengths - state.lengths
     index = jnp.arange(count_rows(state), dtype=jnp.int32)[None]
     # The target was fed the last token and the draft. A step that accepts n drafted tokens commits
-    # n + 1, and the drafter reads the first n + 1 tokens fed. Position -1 is no token.
+    # n + 1, and the drafter reads the first n + 1 tokens fed. Position -1 is no token. Column i has
+    # a token and the target's state at this token. A drafter that pairs otherwise shifts by itself.
     positions = jnp.where(index < num_committed[:, None], positions, -1)
     features = rows.features if drafter.taps else rows.hidden
     drafter_state = drafter.extend(
