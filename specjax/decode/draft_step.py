@@ -3,8 +3,18 @@
     draft_next -> draft_budget: how many tokens each request may draft
                -> run_draft -> propose_draft: the drafter's own `propose`, and a check
 
-Where K is adaptive, the drafter does not run for a step in which no request drafts. Before it
-drafts again, `run_draft` lets it read the committed tokens that it missed.
+`state.k_policy` is `FixedK`, which lets everything through, or `AdaptiveK`:
+
+    budget        caps how many tokens each request may draft
+    run_if_any    runs the drafter only if a request may draft
+    draft         lets the drafter read the committed tokens that it missed, then propose
+
+A `history` is a `History`, the committed tokens. A `draft_history` is a `DraftHistory`, the counts
+of past drafts by which `AdaptiveK` decides.
+
+`step` calls `draft_next` and `discard_incompatible_draft`. `prefill` asks `propose_draft` for the
+shapes of a draft. `cli.stream_programs` calls `draft_budget` and `run_draft` in programs of its
+own.
 """
 
 import functools
@@ -28,7 +38,7 @@ from specjax.types import Draft
 
 __all__ = ["discard_incompatible_draft", "draft_budget", "draft_next", "propose_draft", "run_draft"]
 
-# Missed tokens that a drafter reads at once.
+# Missed tokens that a drafter reads at once; with the token before them, a chunk has 8 columns.
 _CHUNK_SIZE = 7
 
 
@@ -49,6 +59,7 @@ def draft_next(
       options: as in `run_step`.
     """
     num_tokens = draft_budget(drafter, state, options.config)
+    # The draft that was just verified carries the budget to `run_draft`.
     state = state._replace(draft=state.draft.replace(num_tokens=num_tokens))
     if drafter is None:
         return state
@@ -56,21 +67,22 @@ def draft_next(
     hidden = gather_row(rows.hidden, info.verification.num_accepted)
 
     def run(drafted: tuple[Any, ...]) -> tuple[Any, ...]:
-        draft, drafter_state, history = drafted
-        before = state._replace(draft=draft, drafter_state=drafter_state, draft_history=history)
-        after = run_draft(drafter, before, hidden, options)
+        draft, drafter_state, draft_history = drafted
+        before = state._replace(draft=draft, drafter_state=drafter_state)
+        after = run_draft(drafter, before._replace(draft_history=draft_history), hidden, options)
         return after.draft, after.drafter_state, after.draft_history
 
     drafted = (state.draft, state.drafter_state, state.draft_history)
-    draft, drafter_state, history = state.k_policy.run_if_any(num_tokens, run, drafted)
-    return state._replace(draft=draft, drafter_state=drafter_state, draft_history=history)
+    draft, drafter_state, draft_history = state.k_policy.run_if_any(num_tokens, run, drafted)
+    return state._replace(draft=draft, drafter_state=drafter_state, draft_history=draft_history)
 
 
 def draft_budget(
     drafter: Drafter | None, state: DecodeState, config: SpeculativeConfig
 ) -> jax.Array:
     """Returns the most tokens that each request may draft next, i32[B]; -1 if it ended."""
-    is_active, k = state.finish == 0, 0 if drafter is None else config.num_speculative_tokens
+    is_active = state.finish == 0
+    k = 0 if drafter is None else config.num_speculative_tokens
     # A step always emits one token besides the accepted drafts.
     num_tokens = jnp.clip(state.settings.max_lengths - state.lengths - 1, 0, k)
     return jnp.where(is_active, state.k_policy.budget(num_tokens, is_active), jnp.int32(-1))
@@ -90,17 +102,17 @@ def run_draft(
     num_tokens = state.draft.num_tokens
     assert num_tokens is not None
 
-    def propose(drafter_state: Any, num_tokens: jax.Array) -> tuple[Draft, Any]:
-        text = (state.history, hidden, state.settings)
-        return propose_draft(drafter, drafter_state, *text, num_tokens, options=options)
+    def propose(drafter_state: Any, max_tokens: jax.Array) -> tuple[Draft, Any]:
+        operands = (drafter, drafter_state, state.history, hidden, state.settings, max_tokens)
+        return propose_draft(*operands, options=options)
 
     def read(drafter_state: Any, num_read: jax.Array) -> Any:
         return _read_missed(drafter, state, drafter_state, num_read)
 
-    draft, drafter_state, history = state.k_policy.draft(
+    draft, drafter_state, draft_history = state.k_policy.draft(
         propose, read, state.drafter_state, num_tokens, state.lengths
     )
-    return state._replace(draft=draft, drafter_state=drafter_state, draft_history=history)
+    return state._replace(draft=draft, drafter_state=drafter_state, draft_history=draft_history)
 
 
 def _read_missed(
@@ -108,9 +120,11 @@ def _read_missed(
 ) -> Any:
     """Returns the drafter's state after the committed tokens from `num_read` i32[B] on.
 
-    The last token is not read: every proposal reads it. As `Drafter.extend` has it, the first
-    column of a chunk is the token before the chunk, at position -1.
+    The last token is not read: every proposal reads it. Here alone, where K is "auto", column 0 of
+    a chunk is the token before the chunk, at position -1: context that is not read again.
     """
+    # Features are read after every step. A drafter without a state that chunks make sees all
+    # committed tokens in `propose`.
     if drafter.reads_features or not reads_chunks(drafter_state):
         return drafter_state
     end = state.lengths - 1
@@ -126,6 +140,7 @@ def _read_missed(
         return pvary_like((num_read + _CHUNK_SIZE, drafter_state), carry)
 
     start = (num_read, drafter_state)
+    # Inside `shard_map`, a loop's first carry must vary over the mesh axes of its later ones.
     start = pvary_like(start, start, drafter)
     return jax.lax.while_loop(lambda carry: jnp.any(carry[0] < end), read, start)[1]
 
@@ -137,8 +152,9 @@ def discard_incompatible_draft(
 
     `step` may be called with another method than drew that draft. Then the draft has other fields,
     or was drawn on another stream. Tokens drawn with the target's noise bias the output of every
-    method but "coupled". This is decided while the step is traced, and adds nothing to the program
-    of a draft that fits.
+    method but "coupled". `Draft.on_target_stream` is static, so that the structures differ then,
+    too. This is decided while the step is traced, and adds nothing to the program of a draft that
+    fits.
 
     Args:
       drafter: a drafter or None.
@@ -148,9 +164,10 @@ def discard_incompatible_draft(
     """
     if drafter is None:
         return state
-    text = (state.history, hidden, state.settings, state.draft.num_tokens)
-    like, _ = propose_draft.eval_shape(drafter, state.drafter_state, *text, options=options)
-    if len({jax.tree.structure(draft) for draft in (like, state.draft)}) == 1:
+    max_tokens = state.draft.num_tokens
+    operands = (drafter, state.drafter_state, state.history, hidden, state.settings, max_tokens)
+    like, _ = propose_draft.eval_shape(*operands, options=options)
+    if jax.tree.structure(like) == jax.tree.structure(state.draft):
         return state
     # 0 tokens for an active request, and still -1 for others.
     none = jnp.minimum(jnp.asarray(state.draft.num_tokens), 0)
@@ -162,7 +179,7 @@ def discard_incompatible_draft(
 def propose_draft(
     drafter: Drafter,
     drafter_state: Any,
-    text: History,
+    history: History,
     hidden: jax.Array,
     settings: Settings,
     max_tokens: jax.Array,
@@ -171,31 +188,33 @@ def propose_draft(
 ) -> tuple[Draft, Any]:
     """Returns a checked draft of at most `max_tokens` i32[B] tokens, and the drafter's state.
 
-    `begin_prefill` needs the shapes of a draft before one is made. Because this function has a
-    `jit` of its own, it is traced once for the shapes and for the steps.
+    `prefill.begin_prefill` asks for the shapes first, by `eval_shape`. Because this function has a
+    `jit` of its own, the steps use that trace again.
 
     Args:
       drafter: a drafter.
       drafter_state: its state.
-      text: the committed tokens.
+      history: the committed tokens.
       hidden: as in `run_draft`.
       settings: of the requests.
-      max_tokens: i32[B], the budgets, -1 for a request that does not draft.
+      max_tokens: i32[B], the budgets; -1 for a request that ended or, if K is adaptive, drafts
+        nothing.
       options: as in `run_step`.
     """
+    # Without the masks of rows, which are the target's alone.
     sampling = draft_sampling(settings.sampling)
     inputs = DraftInputs(
         keys=settings.keys,
-        positions=text.lengths,
+        positions=history.lengths,
         num_tokens=max_tokens,
         temperature=settings.temperature,
         sampling=sampling,
-        history=None if sampling is None else text,
+        history=None if sampling is None else history,
     )
     draft, drafter_state = drafter.propose(
         drafter.params,
         drafter_state,
-        text.token_ids,
+        history.token_ids,
         hidden,
         inputs,
         config=options.config,
