@@ -178,7 +178,7 @@ def before_programs(engine: specjax.Engine, call: Callable[[str, Any], None]) ->
 
     scheduler: Any = engine._scheduler
     each = scheduler._programs._asdict().items()
-    scheduler._programs = scheduler._programs._replace(
+    scheduler._programs = scheduler._batch._programs = scheduler._programs._replace(
         **{name: wrapped(name, value) for name, value in each if callable(value)}
     )
 

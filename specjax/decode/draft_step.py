@@ -167,7 +167,8 @@ def discard_incompatible_draft(
     max_tokens = state.draft.num_tokens
     operands = (drafter, state.drafter_state, state.history, hidden, state.settings, max_tokens)
     like, _ = propose_draft.eval_shape(*operands, options=options)
-    if jax.tree.structure(like) == jax.tree.structure(state.draft):
+    structure: Any = jax.tree.structure(state.draft)
+    if structure == jax.tree.structure(like):
         return state
     # 0 tokens for an active request, and still -1 for others.
     none = jnp.minimum(jnp.asarray(state.draft.num_tokens), 0)

@@ -1,11 +1,18 @@
 """Prompts that one program reads together: the batch of their caches, and which tokens come next.
 
-    num_pieces = 0    one piece of each of N prompts, on a CPU: weights are loaded once for all
-    num_pieces = P    P pieces of any of them, on a GPU: a chunk of one shape, without padding
+    one each    a piece of each of N prompts, on a CPU: weights are loaded once for all
+    packed      P pieces of any of N prompts, on a GPU: a chunk of one shape, without padding
 
-A piece is up to `piece_size` successive tokens of one prompt. A prompt that does not fit, or waits
-for others too long, is read by itself (`QueueEntry.read_chunk`). `caches`, `place` and `read` are
-as in `queue`. The scheduler calls `read` and `admit`, and has one batch.
+A piece is up to `piece_size` successive tokens of one prompt. `BatchShape.packs_pieces` tells the
+two kinds of batch apart. A prompt that does not fit, or waits for others too long, is read by
+itself (`QueueEntry.read_chunk`).
+
+    entry      a `PromptGroup`: what the queue holds for one prompt, with its requests
+    caches     what the models keep of the tokens that they have read
+    place      index of an entry among the N of the batch, which holds its caches meanwhile
+    read       prefilled: a program has put the tokens into the caches
+
+The scheduler owns one batch, and is its only caller.
 """
 
 import functools
@@ -29,180 +36,184 @@ class PrefillBatch:
     """
 
     def __init__(self, programs: Programs) -> None:
-        # Place -> its prompt; other places are free.
-        self._groups: dict[int, PromptGroup] = {}
+        self._programs = programs
+        # Place -> its entry; other places are free.
+        self._entries: dict[int, PromptGroup] = {}
         # The caches of all N prompts, stacked; and those of an empty prompt, which `_fill` copies
-        # into a place before a prompt is read there. `_read_pieces` explains why pieces need none.
+        # into a place before a prompt is read there. `_read_packed` explains why it needs none.
         self._caches = self._empty_caches = None
         if programs.batch is not None:
+            # The shortest length: a batch has one, and longer prompts are read by themselves.
             empty = functools.partial(programs.new_caches, max_length=programs.cache_lengths[0])
             self._caches = empty(size=programs.batch.num_prompts)
-            self._empty_caches = None if programs.batch.num_pieces else empty()
+            self._empty_caches = None if programs.batch.packs_pieces else empty()
 
-    def read(
-        self,
-        programs: Programs,
-        unread: Sequence[QueueEntry],
-        max_chunks: float,
-        is_urgent: bool,
-    ) -> int:
+    def read(self, entries: Sequence[QueueEntry], max_chunks: float, is_urgent: bool) -> int:
         """Reads the next tokens of several prompts by one program; returns its cost in chunks.
 
-            cost = ceil(N * piece_size / chunk_size)        1 if num_pieces > 0
+            cost = ceil(N * piece_size / chunk_size)        1 if packed
 
-        One piece of each is read if the first entry fits the batch, and if there is a prompt for
-        each of the N places. P pieces are read if all P can be filled, or if the reading is urgent
-        and the first entry fits.
+        One each: a piece of each prompt is read if the first entry fits the batch, and if there is
+        a prompt for each of the N places. To read the first entry to its end in this way may cost
+        at most `max_chunks`.
+
+        Packed: P pieces are read if all P can be filled, or if the reading is urgent and the first
+        entry fits.
 
         Args:
-          programs: of the engine.
-          unread: the entries to read, in the order of the queue.
-          max_chunks: the greatest cost of all calls until the first entry is read, for which an
-            empty slot waits. Infinity if no slot is empty.
-          is_urgent: whether a slot is empty, or fewer than two prompts are ready for one.
+          entries: the unread ones, at least one, in the order of the queue.
+          max_chunks: how many chunks an empty slot waits for the first entry. Infinity if no slot
+            is empty, as then no slot waits.
+          is_urgent: whether a slot is empty, or too few prompts are ready for one.
 
         Returns:
           The cost; 0 if nothing was read.
         """
-        if programs.batch is None:
+        batch = self._programs.batch
+        if batch is None:
             return 0
-        num_prompts, piece_size, num_pieces = programs.batch
         # An entry that does not fit is read by itself. While it can wait, pieces of later ones are
         # read.
-        is_alone = not _fits_batch(unread[0], programs)
-        if is_alone and (is_urgent or not num_pieces):
+        is_alone = not self._fits_batch(entries[0])
+        if is_alone and (is_urgent or not batch.packs_pieces):
             return 0
-        if num_pieces:
-            return self._read_pieces(programs, unread, needs_all=not is_urgent)
-        cost = -(-num_prompts * piece_size // programs.chunk_size)
-        num_reads = -(-unread[0].unread.size // piece_size)
-        if num_reads * cost > max_chunks or not self._fill(programs, unread):
+        if batch.packs_pieces:
+            return self._read_packed(entries, needs_all=not is_urgent)
+        num_prompts, piece_size, _ = batch
+        cost = -(-num_prompts * piece_size // self._programs.chunk_size)
+        num_reads = -(-entries[0].unread.size // piece_size)
+        if num_reads * cost > max_chunks or not self._fill(entries):
             return 0
-        groups = [self._groups[place] for place in range(num_prompts)]
-        chunks = [group.next_chunk(piece_size) for group in groups]
+        batch_entries = [self._entries[place] for place in range(num_prompts)]
+        # Two of [1, piece_size] for each entry; together two of [N, piece_size].
+        chunks = [entry.next_chunk(piece_size) for entry in batch_entries]
         token_ids, positions = map(np.concatenate, zip(*chunks, strict=True))
-        self._caches = programs.prefill_batch(self._caches, token_ids, positions)
-        for group in groups:
-            group.num_read += piece_size
-        for group in groups:
-            if not group.unread.size:
-                self.detach_group(programs, group)
+        self._caches = self._programs.prefill_batch(self._caches, token_ids, positions)
+        # A last piece counts whole, as in `QueueEntry.num_read`.
+        for entry in batch_entries:
+            entry.num_read += piece_size
+        # Not in one loop: `detach` calls a program, which may fail, and all have been read.
+        for entry in batch_entries:
+            if not entry.unread.size:
+                self.detach(entry)
         return cost
 
-    def _read_pieces(
-        self, programs: Programs, unread: Sequence[QueueEntry], needs_all: bool
-    ) -> int:
+    def _read_packed(self, entries: Sequence[QueueEntry], needs_all: bool) -> int:
         """Reads the next P pieces in the order of the queue; returns the cost, 1 chunk.
 
-        A prompt gets as many successive pieces as it has tokens for, then the next prompt. With
+        An entry gets as many successive pieces as it has tokens for, then the next entry. With
         `needs_all`, fewer than P pieces are not read, and the cost is 0.
+
+        In this mode an entry that fits is read only here, and `Programs.prefill_depth` is N. So
+        each of `entries` that fits has a place, or gets one.
         """
-        assert programs.batch is not None
-        _, piece_size, num_pieces = programs.batch
+        assert self._programs.batch is not None
+        _, piece_size, num_pieces = self._programs.batch
         token_ids, positions = empty_chunk(num_pieces, piece_size)
-        places, start, sizes = np.zeros(num_pieces, np.int32), 0, []
-        matched = self._match_places(programs, unread)
-        num_unread = sum(-(-group.unread.size // piece_size) for _, group in matched)
+        places = np.zeros(num_pieces, np.int32)
+        matched = self._match_places(entries)
+        num_unread = sum(-(-entry.unread.size // piece_size) for _, entry in matched)
         if needs_all and num_unread < num_pieces:
             return 0
-        for place, group in matched:
+        start, sizes = 0, []
+        for place, entry in matched:
             # The prompt that had this place before may have left keys at later positions. Nothing
             # attends to them before they are overwritten, so no empty caches are copied here.
-            group.place, self._groups[place] = np.int32(place), group
-            chunk = group.unread[: (num_pieces - start) * piece_size]
+            # Entries after the last piece get a place, and no tokens yet.
+            entry.place = np.int32(place)
+            self._entries[place] = entry
+            chunk = entry.unread[: (num_pieces - start) * piece_size]
             end = start + -(-chunk.size // piece_size)
             token_ids[start:end].reshape(-1)[: chunk.size] = chunk
-            new_positions = group.num_read + np.arange(chunk.size)
+            new_positions = entry.num_read + np.arange(chunk.size)
             positions[start:end].reshape(-1)[: chunk.size] = new_positions
-            places[start:end], start = place, end
+            places[start:end] = place
+            start = end
             sizes.append(chunk.size)
-        self._caches = programs.prefill_batch(self._caches, token_ids, positions, places)
+        self._caches = self._programs.prefill_batch(self._caches, token_ids, positions, places)
         # Not earlier: a program that failed is called again with these tokens.
-        for (_, group), num_tokens in zip(matched, sizes, strict=True):
-            group.num_read += num_tokens
+        for (_, entry), num_tokens in zip(matched, sizes, strict=True):
+            entry.num_read += num_tokens
         return 1
 
-    def _match_places(
-        self, programs: Programs, unread: Sequence[QueueEntry]
-    ) -> list[tuple[int, PromptGroup]]:
-        """Returns pairs of a place and an unread prompt, in the order of the queue.
+    def _match_places(self, entries: Sequence[QueueEntry]) -> list[tuple[int, PromptGroup]]:
+        """Returns pairs of a place and an unread entry, in the order of the queue.
 
-        A prompt without a place gets a free one. Prompts that do not fit are left out, and so are
+        An entry without a place gets a free one. Entries that do not fit are left out, and so are
         those for which no place is free.
         """
-        assert programs.batch is not None
-        places = {group: place for place, group in self._groups.items()}
-        free_places = [i for i in range(programs.batch.num_prompts) if i not in self._groups]
-        groups = [entry for entry in unread if _fits_batch(entry, programs)]
-        new_groups = [group for group in groups if group not in places]
-        places |= dict(zip(new_groups, free_places, strict=False))
-        return [(places[group], group) for group in groups if group in places]
+        assert self._programs.batch is not None
+        places = {entry: place for place, entry in self._entries.items()}
+        free_places = [i for i in range(self._programs.batch.num_prompts) if i not in self._entries]
+        candidates = [entry for entry in entries if self._fits_batch(entry)]
+        new_entries = [entry for entry in candidates if entry not in places]
+        places |= dict(zip(new_entries, free_places, strict=False))
+        return [(places[entry], entry) for entry in candidates if entry in places]
 
-    def _fill(self, programs: Programs, unread: Sequence[QueueEntry]) -> bool:
-        """Puts unread prompts into all free places; returns whether each place has one.
+    def _fill(self, entries: Sequence[QueueEntry]) -> bool:
+        """Puts unread entries into all free places; returns whether each place has one.
 
-        If there are too few prompts, none is put anywhere.
+        If there are too few entries, none is put anywhere.
         """
-        assert programs.batch is not None
-        matched = dict(self._match_places(programs, unread))
-        if len(self._groups | matched) < programs.batch.num_prompts:
+        assert self._programs.batch is not None
+        matched = dict(self._match_places(entries))
+        if len(self._entries | matched) < self._programs.batch.num_prompts:
             return False
-        for place, group in matched.items():
-            if place in self._groups:
+        for place, entry in matched.items():
+            if place in self._entries:
                 continue
-            caches = self._empty_caches if group.caches is None else group.caches
-            self._caches = programs.put_caches(self._caches, caches, np.int32(place))
-            group.caches, group.place = None, np.int32(place)
-            self._groups[place] = group
+            caches = self._empty_caches if entry.caches is None else entry.caches
+            self._caches = self._programs.put_caches(self._caches, caches, np.int32(place))
+            entry.caches = None
+            entry.place = np.int32(place)
+            self._entries[place] = entry
         return True
 
-    def admit(
-        self, programs: Programs, slots: DecodeState, entry: QueueEntry, slot: int
-    ) -> DecodeState:
+    def admit(self, slots: DecodeState, entry: QueueEntry, slot: int) -> DecodeState:
         """Returns the slots with the first waiting request of an entry in one of them.
 
-        An entry with a place leaves it. The program takes its caches out of the batch, unless more
-        requests of the prompt wait, for which they are copied first. Without pieces, `read` has
-        detached each prompt that it read to the end.
+        An entry with a place leaves it. Packed: for its last waiting request, the program that
+        admits takes the caches out of the batch itself. If more wait, they get a copy. One each:
+        `read` has detached each entry that it read to the end.
         """
-        reads_pieces = programs.batch is not None and programs.batch.num_pieces > 0
-        if entry.place is None or len(entry.waiting) > 1 or not reads_pieces:
-            self.detach_group(programs, entry)
-            return entry.admit(programs, slots, slot)
+        is_packed = self._programs.batch is not None and self._programs.batch.packs_pieces
+        if entry.place is None or len(entry.waiting) > 1 or not is_packed:
+            self.detach(entry)
+            return entry.admit(self._programs, slots, slot)
         # `entry.admit` gives the program the caches of all N prompts, and the place of one.
         entry.caches = self._caches
         try:
-            slots = entry.admit(programs, slots, slot)
+            slots = entry.admit(self._programs, slots, slot)
         finally:
             entry.caches = None
-        del self._groups[int(entry.place)]
+        del self._entries[int(entry.place)]
         return slots
 
-    def detach_group(self, programs: Programs, entry: QueueEntry) -> None:
+    def detach(self, entry: QueueEntry) -> None:
         """Gives an entry caches of its own, a copy, and frees its place.
 
         Entries without a place stay as they are. Unread tokens are then read by `read_chunk`.
         """
-        for place, group in self._groups.items():
-            if group is entry:
-                caches = programs.take_caches(self._caches, np.int32(place))
-                self._groups.pop(place).attach_caches(caches, programs.cache_lengths[0])
-                return
+        if entry.place is None:
+            return
+        caches = self._programs.take_caches(self._caches, entry.place)
+        del self._entries[int(entry.place)]
+        entry.attach_caches(caches, self._programs.cache_lengths[0])
 
     def drop_ended(self) -> None:
-        """Frees the places of prompts without a waiting request.
+        """Frees the places of entries without a waiting request.
 
-        The scheduler calls `WaitingQueue.drop_ended` first, which takes them out of `waiting`.
+        The scheduler calls `WaitingQueue.drop_ended` first, which takes ended requests out of
+        `waiting`.
         """
-        self._groups = {i: group for i, group in self._groups.items() if group.waiting}
+        self._entries = {i: entry for i, entry in self._entries.items() if entry.waiting}
 
     @property
     def arrays(self) -> object:
         """The batch's device arrays, a pytree; the engine deletes them when it closes."""
         return self._caches, self._empty_caches
 
-
-def _fits_batch(entry: QueueEntry, programs: Programs) -> TypeGuard[PromptGroup]:
-    """Returns whether an entry is a prompt with unread tokens that fits a place of the batch."""
-    is_unread = isinstance(entry, PromptGroup) and entry.unread.size > 0
-    return is_unread and entry.token_ids.size - 1 <= programs.cache_lengths[0]
+    def _fits_batch(self, entry: QueueEntry) -> TypeGuard[PromptGroup]:
+        """Returns whether an entry is a prompt with unread tokens, short enough for a place."""
+        is_unread = isinstance(entry, PromptGroup) and entry.unread.size > 0
+        return is_unread and entry.token_ids.size - 1 <= self._programs.cache_lengths[0]

@@ -60,6 +60,11 @@ class BatchShape(NamedTuple):
     piece_size: int
     num_pieces: int = 0
 
+    @property
+    def packs_pieces(self) -> bool:
+        """Whether a chunk is P pieces of any of the prompts, rather than one piece of each."""
+        return self.num_pieces > 0
+
 
 class Programs(NamedTuple):
     """The functions of `specjax.engine.slots`, bound to an engine's models and options.
@@ -120,7 +125,7 @@ class Programs(NamedTuple):
         if self.batch is None:
             return _PREFILL_AHEAD
         num_prompts = self.batch.num_prompts
-        return num_prompts if self.batch.num_pieces else num_prompts + num_prompts // 2
+        return num_prompts if self.batch.packs_pieces else num_prompts + num_prompts // 2
 
     @property
     def prefills_in_advance(self) -> bool:
@@ -128,7 +133,7 @@ class Programs(NamedTuple):
 
         A chunk of pieces has several prompts, so that one is enough.
         """
-        return self.batch is None or not self.batch.num_pieces
+        return self.batch is None or not self.batch.packs_pieces
 
     @property
     def prefill_slots(self) -> float:
@@ -137,7 +142,7 @@ class Programs(NamedTuple):
         if self.batch is None:
             return 2.5
         num_prompts = self.batch.num_prompts
-        if not self.batch.num_pieces:
+        if not self.batch.packs_pieces:
             # Those that are read and left the batch, and the caches of an empty prompt.
             num_prompts += self.prefill_depth - _PREFILL_AHEAD + 1
         return 2.5 + num_prompts * self.cache_lengths[0] / self.cache_lengths[-1]
@@ -364,7 +369,7 @@ def _caches_of_each_length(programs: Programs) -> Iterator[tuple[Any, ...]]:
     """
     caches = programs.new_caches(max_length=programs.cache_lengths[0])
     yield (caches,)
-    if programs.batch is not None and programs.batch.num_pieces:
+    if programs.batch is not None and programs.batch.packs_pieces:
         # Every prompt is read in the batch.
         batch_caches, place = _read_batch(programs, caches), np.int32(0)
         yield batch_caches, place

@@ -302,17 +302,17 @@ class Scheduler:
                 return
             is_urgent = bool(empty) or num_ready < _MAX_READY
             max_chunks = num_chunks if empty else math.inf
-            if cost := self._batch.read(self._programs, unread, max_chunks, is_urgent):
+            if cost := self._batch.read(unread, max_chunks, is_urgent):
                 num_chunks -= cost
             elif is_urgent:
-                self._batch.detach_group(self._programs, unread[0])
+                self._batch.detach(unread[0])
                 num_chunks -= unread[0].read_chunk(self._programs)
             else:
                 return
 
     def _admit(self, entry: QueueEntry, slot: int) -> None:
         """Puts the first request of the queue into a slot; `entry` is the first one."""
-        self._slots = self._batch.admit(self._programs, self._slots, entry, slot)
+        self._slots = self._batch.admit(self._slots, entry, slot)
         with self.queue.lock:
             self._occupants[slot] = self.queue.pop()
         self._to_release.discard(slot)

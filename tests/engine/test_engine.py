@@ -23,6 +23,7 @@ from specjax.decode.memory import MemoryNeeds, devices_of
 from specjax.decode.metrics import Metrics
 from specjax.engine import slots
 from specjax.engine.engine import resolve_speculation
+from specjax.engine.prefill_batch import PrefillBatch
 from specjax.engine.programs import _choose_batch as choose_batch
 from specjax.engine.programs import explain_slots_out_of_memory, warm_up
 from specjax.engine.request import Request
@@ -71,6 +72,7 @@ def give_programs(engine, **programs):
     """Other programs for an engine that has done nothing."""
     scheduler = engine._scheduler
     scheduler._programs = scheduler._programs._replace(**programs)
+    scheduler._batch = PrefillBatch(scheduler._programs)
     any_request = check_request(Submission([0, 0], KEYS[0]), engine._limits)
     scheduler._slots = warm_up(scheduler._programs, MODEL, any_request.settings, None)
 
@@ -925,7 +927,7 @@ def test_an_aborted_prompt_leaves_its_place_in_a_batch(read_together):
     assert read_together == [(2, 4)]
     engine.abort(requests[0])
     engine.step()
-    assert all(group.waiting for group in engine._scheduler._batch._groups.values())
+    assert all(entry.waiting for entry in engine._scheduler._batch._entries.values())
     engine.abort(requests[1])
     engine.abort(busy[0])
     engine.run()

@@ -224,7 +224,8 @@ def test_a_chunk_that_failed_is_read_again():
                 raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED")
             return read(*operands)
 
-        engine._scheduler._programs = engine._scheduler._programs._replace(prefill_batch=fail_once)
+        programs = engine._scheduler._programs._replace(prefill_batch=fail_once)
+        engine._scheduler._batch = PrefillBatch(programs)
         prompts = [np.random.default_rng(i).integers(0, 64, 20 + i) for i in range(5)]
         requests = [
             engine.submit(prompt, key=jax.random.key(i), max_new_tokens=6)

@@ -56,34 +56,34 @@ MUTATIONS = (
     ),
     Mutation(
         f"{_ENGINE}prefill_batch.PrefillBatch.read",
-        "        self._caches = programs.prefill_batch(self._caches, token_ids, positions)\n"
-        "        for group in groups:\n"
-        "            group.num_read += piece_size\n",
-        "        for group in groups:\n"
-        "            group.num_read += piece_size\n"
-        "        self._caches = programs.prefill_batch(self._caches, token_ids, positions)\n",
+        "        self._caches = self._programs.prefill_batch(self._caches, token_ids, positions)\n"
+        "        # A last piece counts whole, as in `QueueEntry.num_read`.\n"
+        "        for entry in batch_entries:\n"
+        "            entry.num_read += piece_size\n",
+        "        for entry in batch_entries:\n"
+        "            entry.num_read += piece_size\n"
+        "        self._caches = self._programs.prefill_batch(self._caches, token_ids, positions)\n",
         soaks(_MOVED),
         "chunks of a batch count as read before a program has them",
     ),
     Mutation(
-        f"{_ENGINE}prefill_batch.PrefillBatch.detach_group",
-        "                caches = programs.take_caches(self._caches, np.int32(place))\n"
-        "                self._groups.pop(place).attach_caches(caches, programs.cache_lengths[0])",
-        "                self._groups.pop(place)\n"
-        "                caches = programs.take_caches(self._caches, np.int32(place))\n"
-        "                group.attach_caches(caches, programs.cache_lengths[0])",
+        f"{_ENGINE}prefill_batch.PrefillBatch.detach",
+        "        caches = self._programs.take_caches(self._caches, entry.place)\n"
+        "        del self._entries[int(entry.place)]\n",
+        "        del self._entries[int(entry.place)]\n"
+        "        caches = self._programs.take_caches(self._caches, entry.place)\n",
         soaks(_MOVED),
         "a prompt leaves its batch without its caches",
     ),
     Mutation(
         f"{_ENGINE}scheduler.Scheduler._admit",
-        """        self._slots = self._batch.admit(self._programs, self._slots, entry, slot)
+        """        self._slots = self._batch.admit(self._slots, entry, slot)
         with self.queue.lock:
             self._occupants[slot] = self.queue.pop()
 """,
         """        with self.queue.lock:
             self._occupants[slot] = self.queue.pop()
-        self._slots = self._batch.admit(self._programs, self._slots, entry, slot)
+        self._slots = self._batch.admit(self._slots, entry, slot)
 """,
         soaks(_MOVED),
         "a request leaves the queue before it has a slot",
