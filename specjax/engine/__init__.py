@@ -13,12 +13,14 @@ The states of a request, and the function that begins each:
 Words that the files share:
 
     slot         one of the B requests of the compiled step, or an empty place for one
+    entry        what the queue holds: the requests of one prompt, a `PromptGroup`, or one request
+                 that was preempted, a `ParkedRequest`
     caches       the models' caches of one prompt while it is read, apart from the slots
     chunk        at most C successive tokens of a prompt, which the models read at once
     batch        the caches of N prompts that one program reads together, each in its place
-    piece        up to 16 successive tokens of one prompt, in a chunk of such a batch on a GPU; on a
-                 CPU the next tokens of one prompt. A `Piece` of a `Request` is another thing: the
-                 tokens and the text that it gained
+    piece        up to `piece_size` successive tokens of one prompt, which is read in such a batch
+    `Piece`      what iterating over a `Request` yields: tokens and text that it gained
+    matcher      a grammar on the host that gives masks of the next tokens
     row          one of the K + 1 positions of a step, with its logits and masks
 
 Open `engine` first, the public class; then `scheduler`, where a step is a list of named parts.
@@ -33,7 +35,7 @@ Open `engine` first, the public class; then `scheduler`, where a step is a list 
     slots          the device's part: pure functions of a `DecodeState` whose requests are slots
     stop_strings   text of tokens, up to the first stop string
 
-Each file imports those below it alone.
+Each file imports only files below it.
 
 Letters: `B` slots, `C` tokens of a chunk, `E` stop ids, `K` drafted tokens, `N` prompts of a batch,
 `P` pieces of a chunk, `S` `max_length`, `V` vocabulary.
