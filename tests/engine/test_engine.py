@@ -969,6 +969,9 @@ def test_a_short_prompt_that_is_read_first_waits_for_one_before_it(read_together
         began += [request for request in late if request.token_ids and request not in began]
     assert (2, 4) in read_together
     assert began == late
+    alone = [engine.submit([1] * size, key=KEYS[1], max_new_tokens=5) for size in (30, 3, 3)]
+    engine.run()
+    assert [request.token_ids for request in late] == [request.token_ids for request in alone]
     # Where slots are empty, the first is not kept waiting for others to be read.
     late = [engine.submit([1] * 42, key=KEYS[1], max_new_tokens=2) for _ in range(5)]
     num_rounds = 0
