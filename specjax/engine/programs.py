@@ -128,12 +128,12 @@ class Programs(NamedTuple):
         return num_prompts if self.batch.packs_pieces else num_prompts + num_prompts // 2
 
     @property
-    def prefills_in_advance(self) -> bool:
-        """Whether two chunks rather than one are read between two steps while no slot is empty.
+    def chunks_in_advance(self) -> int:
+        """Chunks that are read between two steps while no slot is empty: 2, or 1 of packed pieces.
 
-        A chunk of pieces has several prompts, so that one is enough.
+        Packed pieces are of several prompts, so that one chunk is enough.
         """
-        return self.batch is None or not self.batch.packs_pieces
+        return 1 if self.batch is not None and self.batch.packs_pieces else 2
 
     @property
     def prefill_slots(self) -> float:

@@ -4,17 +4,21 @@ A round is one call of `take_step`, or of `take_step_async`:
 
     dispatch     drop aborted requests -> vacate slots -> fill slots -> release slots
                  -> fill masks -> dispatch a step of all slots
-    deliver      give each request the tokens of the step before, while the device runs this one
+    deliver      give each request the tokens of the step before, while the device runs this one;
+                 vacate the slots of those that ended with it
 
     vacate       the host takes a request out of its slot, which a new one may have
     release      the device stops decoding in a slot that got no new request
 
-The host learns of an end one step late, except by length, which it can count. Such a slot is filled
-again before its last step is delivered. The masks of a matcher need the drafts of the step before.
-So while a request with a matcher is in a slot, each step is delivered at once.
+The host learns of an end one step late, except by length, which it can count. A slot that ends by
+length is filled again before its last step is delivered. The masks of a matcher need the drafts of
+the step before. So while a request with a matcher is in a slot, each step is delivered at once.
 
 Signals wait while slots and requests change. An error of a tokenizer or a matcher ends its request
-alone, and an error that takes arrays of the device closes the engine.
+alone. An error after which arrays of the device are lost closes the engine.
+
+There are two locks: `_step_lock` for the thread that steps or preempts, and `queue.lock` for the
+order of the queue. A thread that needs both takes `_step_lock` first.
 """
 
 import asyncio
@@ -40,9 +44,10 @@ from specjax.engine.slots import StepOutput
 
 __all__ = ["DispatchedStep", "Scheduler", "delayed_interrupts"]
 
-# While no slot is empty, reading is urgent if fewer prompts than this are ready for one.
-_MAX_READY = 2
-# The functions of `signal` make an enum of each result, which takes ten times as long.
+# While no slot is empty, reading is urgent if fewer entries than this are ready for a slot.
+_MIN_READY = 2
+# The functions of `signal` make an enum of each result, which takes ten times as long. mypy knows
+# no `import _signal`.
 _signal = importlib.import_module("_signal")
 _SIGNALS = tuple(map(int, signal.valid_signals()))
 
@@ -113,7 +118,8 @@ class Scheduler:
     Args:
       programs: of the engine.
       slots: empty ones.
-      all_allowed: from `engine.all_allowed_masks`; None if no request may have a matcher.
+      all_allowed: from `engine.all_allowed_masks`, u32[B, K + 1, ceil(V / 32)]; None if no request
+        may have a matcher.
       max_waiting: most requests that wait.
 
     Attributes:
@@ -151,6 +157,7 @@ class Scheduler:
     @property
     def num_running(self) -> int:
         """Requests that were put in a slot, have not ended, and do not wait for another."""
+        # A parked request may still have a step in flight.
         return len(set(self._unfinished()) - set(self.queue.waiting()))
 
     def _unfinished(self) -> Iterator[Request]:
@@ -276,22 +283,24 @@ class Scheduler:
                 self._to_release.add(slot)
             elif request.num_remaining > num_steps:  # A step gives at least one token.
                 continue
+            # By length the device ends a request itself: nothing to release.
             self._occupants[slot] = None
 
     def _fill_slots(self) -> None:
         """Prefills waiting prompts chunk by chunk, and admits requests whose prompt is read.
 
-            num_chunks = min(2 * max(1, empty slots), entries of the queue), at least 1
+            num_chunks = min(2 * empty slots, entries of the queue), at least 1
 
-        Two chunks for an empty slot keep more slots busy than one. But a single waiting prompt gets
-        one chunk, so that the slots do not wait for two. While no slot is empty, programs that do
-        not prefill in advance read one.
+        Two chunks for an empty slot keep more slots busy than one. But a single entry gets one
+        chunk, so that the slots do not wait for two. While no slot is empty, the first number is
+        `Programs.chunks_in_advance`.
 
         Each turn of the loop admits a request, or reads a chunk or a batch, or ends the loop.
         """
         empty = [slot for slot, request in enumerate(self._occupants) if request is None]
-        min_empty = int(self._programs.prefills_in_advance)
-        num_chunks = max(1, min(2 * max(min_empty, len(empty)), self.queue.num_entries()))
+        budget = 2 * len(empty) or self._programs.chunks_in_advance
+        num_chunks = max(1, min(budget, self.queue.num_entries()))
+        # `prefill_depth` entries may be read before a slot is empty.
         while entries := self.queue.first(self._programs.prefill_depth):
             if empty and entries[0].is_read():
                 self._admit(entries[0], empty.pop(0))
@@ -300,18 +309,25 @@ class Scheduler:
             num_ready = len(entries) - len(unread)
             if not unread or num_chunks <= 0:
                 return
-            is_urgent = bool(empty) or num_ready < _MAX_READY
+            is_urgent = bool(empty) or num_ready < _MIN_READY
+            # An empty slot waits for the first entry: a batch has to read it within the budget.
+            # Otherwise no slot waits.
             max_chunks = num_chunks if empty else math.inf
             if cost := self._batch.read(unread, max_chunks, is_urgent):
                 num_chunks -= cost
             elif is_urgent:
+                # Read by itself: out of the batch, with caches of its own. A prompt of one token
+                # costs 0 chunks.
                 self._batch.detach(unread[0])
                 num_chunks -= unread[0].read_chunk(self._programs)
             else:
                 return
 
     def _admit(self, entry: QueueEntry, slot: int) -> None:
-        """Puts the first request of the queue into a slot; `entry` is the first one."""
+        """Puts the first request of `entry`, the queue's first entry, into a slot.
+
+        The queue is locked until then: for other threads, a request without a slot is waiting.
+        """
         self._slots = self._batch.admit(self._slots, entry, slot)
         with self.queue.lock:
             self._occupants[slot] = self.queue.pop()
@@ -350,7 +366,7 @@ class Scheduler:
 
     @delayed_interrupts()
     def _deliver(self, step: DispatchedStep, output: StepOutput) -> None:
-        """Gives requests the tokens of a step, and takes those that ended out of their slots.
+        """Gives requests the tokens of a step, and vacates the slots of those that ended.
 
         Args:
           step: the oldest one. A signal's handler may have delivered it, or closed the engine.
@@ -364,7 +380,8 @@ class Scheduler:
                 continue
             with self._calling_user_code():
                 request.add(output, slot)
-            # After a stop string the device decodes on: `_vacate_slots` releases the slot.
+            # Vacated here only if the device has stopped in the slot, too. After a stop string it
+            # decodes on: `_vacate_slots` then vacates the slot and has it released.
             is_in_slot = self._occupants[slot] is request
             if is_in_slot and output.finish[slot] != 0 and request.finish_reason is not None:
                 self._occupants[slot] = None
@@ -398,7 +415,13 @@ class Scheduler:
 
     @delayed_interrupts()
     def _close(self, reason: str, why: str, error: str | None = None) -> None:
-        """Closes the queue by `why`, ends all requests, and deletes the device's arrays."""
+        """Closes the queue, ends all requests, and deletes the device's arrays.
+
+        Args:
+          reason: a `FinishReason`, of the requests.
+          why: a sentence, the `closed_reason` of the queue.
+          error: a sentence, the `error` of the requests, or None.
+        """
         arrays = self._arrays()
         with self._calling_user_code():
             for request in (*self._unfinished(), *self.queue.close(why)):
