@@ -8,7 +8,7 @@
 
 `run_step` calls all five. "Rows" are logits rows throughout: row 0 holds the logits after the last
 committed token, row i those after the i-th drafted token. Without a drafter K = 0: plain decoding.
-These are the fields of `TargetRows`, of which more than one may be None:
+These are the fields of `TargetRows`; all but `hidden` and `logits` may be None:
 
     hidden            [B, K + 1, D]        hidden states of the tokens fed
     features          [B, K + 1, A * D]    states after the layers that the drafter taps, if any
