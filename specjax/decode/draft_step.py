@@ -150,7 +150,7 @@ def discard_incompatible_draft(
 ) -> DecodeState:
     """Returns the state without its pending draft if this config makes drafts of other structure.
 
-    `step` may be called with another method than drew that draft. Then the draft has other fields,
+    `specjax.step` may be called with another method than drew that draft. Then the draft has other fields,
     or was drawn on another stream. Tokens drawn with the target's noise bias the output of every
     method but "coupled". `Draft.on_target_stream` is static, so that the structures differ then,
     too. This is decided while the step is traced, and adds nothing to the program of a draft that
@@ -167,6 +167,7 @@ def discard_incompatible_draft(
     max_tokens = state.draft.num_tokens
     operands = (drafter, state.drafter_state, state.history, hidden, state.settings, max_tokens)
     like, _ = propose_draft.eval_shape(*operands, options=options)
+    # `Any`, because mypy does not know that structures can be compared.
     structure: Any = jax.tree.structure(state.draft)
     if structure == jax.tree.structure(like):
         return state
