@@ -18,7 +18,7 @@ Words that the files share:
     caches       the models' caches of one prompt while it is read, apart from the slots
     chunk        at most C successive tokens of a prompt, which the models read at once
     batch        the caches of N prompts that one program reads together, each in its place
-    piece        up to `piece_size` successive tokens of one prompt, which is read in such a batch
+    piece        up to `piece_size` successive tokens of one prompt of such a batch
     `Piece`      what iterating over a `Request` yields: tokens and text that it gained
     matcher      a grammar on the host that gives masks of the next tokens
     row          one of the K + 1 positions of a step, with its logits and masks
