@@ -53,9 +53,9 @@ class PrefillBatch:
 
             cost = ceil(N * piece_size / chunk_size)        1 if packed
 
-        One each: a piece of each prompt is read if the first entry fits the batch, and if there is
-        a prompt for each of the N places. To read the first entry to its end in this way may cost
-        at most `max_chunks`.
+        One each: a piece of each of N prompts is read if there is one for each place, and if the
+        first entry fits the batch. All reads until the first entry is read to its end may cost at
+        most `max_chunks`; otherwise nothing is read here.
 
         Packed: P pieces are read if all P can be filled, or if the reading is urgent and the first
         entry fits.
@@ -64,7 +64,8 @@ class PrefillBatch:
           entries: the unread ones, at least one, in the order of the queue.
           max_chunks: how many chunks an empty slot waits for the first entry. Infinity if no slot
             is empty, as then no slot waits.
-          is_urgent: whether a slot is empty, or too few prompts are ready for one.
+          is_urgent: whether a slot is empty, or fewer entries than the scheduler's `_MIN_READY`
+            are ready for one.
 
         Returns:
           The cost; 0 if nothing was read.
@@ -92,7 +93,7 @@ class PrefillBatch:
         # A last piece counts whole, as in `QueueEntry.num_read`.
         for entry in batch_entries:
             entry.num_read += piece_size
-        # Not in one loop: `detach` calls a program, which may fail, and all have been read.
+        # A second loop: `detach` calls a program that may fail, and by then all are counted.
         for entry in batch_entries:
             if not entry.unread.size:
                 self.detach(entry)
@@ -104,7 +105,7 @@ class PrefillBatch:
         An entry gets as many successive pieces as it has tokens for, then the next entry. With
         `needs_all`, fewer than P pieces are not read, and the cost is 0.
 
-        In this mode an entry that fits is read only here, and `Programs.prefill_depth` is N. So
+        In this kind of batch an entry that fits is read only here, and `Programs.prefill_depth` is N. So
         each of `entries` that fits has a place, or gets one.
         """
         assert self._programs.batch is not None
@@ -162,6 +163,7 @@ class PrefillBatch:
         for place, entry in matched.items():
             if place in self._entries:
                 continue
+            # Its own caches, if it was read by itself before.
             caches = self._empty_caches if entry.caches is None else entry.caches
             self._caches = self._programs.put_caches(self._caches, caches, np.int32(place))
             entry.caches = None
