@@ -46,8 +46,8 @@ __all__ = ["DispatchedStep", "Scheduler", "delayed_interrupts"]
 
 # While no slot is empty, reading is urgent if fewer entries than this are ready for a slot.
 _MIN_READY = 2
-# The functions of `signal` make an enum of each result, which takes ten times as long. mypy knows
-# no `import _signal`.
+# The functions of `signal` make an enum of each result, which takes ten times as long. Not
+# `import _signal`, for which mypy finds no types.
 _signal = importlib.import_module("_signal")
 _SIGNALS = tuple(map(int, signal.valid_signals()))
 
@@ -283,7 +283,7 @@ class Scheduler:
                 self._to_release.add(slot)
             elif request.num_remaining > num_steps:  # A step gives at least one token.
                 continue
-            # By length the device ends a request itself: nothing to release.
+            # Otherwise it ends by length, and the device ends it itself: nothing to release.
             self._occupants[slot] = None
 
     def _fill_slots(self) -> None:
@@ -310,7 +310,7 @@ class Scheduler:
             if not unread or num_chunks <= 0:
                 return
             is_urgent = bool(empty) or num_ready < _MIN_READY
-            # An empty slot waits for the first entry: a batch has to read it within the budget.
+            # An empty slot waits for the first entry: a batch has to read it within `num_chunks`.
             # Otherwise no slot waits.
             max_chunks = num_chunks if empty else math.inf
             if cost := self._batch.read(unread, max_chunks, is_urgent):
@@ -326,7 +326,8 @@ class Scheduler:
     def _admit(self, entry: QueueEntry, slot: int) -> None:
         """Puts the first request of `entry`, the queue's first entry, into a slot.
 
-        The queue is locked until then: for other threads, a request without a slot is waiting.
+        The queue is locked while the request leaves it: in other threads it waits until it has a
+        slot.
         """
         self._slots = self._batch.admit(self._slots, entry, slot)
         with self.queue.lock:
