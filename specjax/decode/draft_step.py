@@ -150,11 +150,11 @@ def discard_incompatible_draft(
 ) -> DecodeState:
     """Returns the state without its pending draft if this config makes drafts of other structure.
 
-    `specjax.step` may be called with another method than drew that draft. Then the draft has other fields,
-    or was drawn on another stream. Tokens drawn with the target's noise bias the output of every
-    method but "coupled". `Draft.on_target_stream` is static, so that the structures differ then,
-    too. This is decided while the step is traced, and adds nothing to the program of a draft that
-    fits.
+    `specjax.step` may be called with another method than drew that draft. Then the draft has other
+    fields, or was drawn on another stream. Tokens drawn with the target's noise bias the output of
+    every method but "coupled". `Draft.on_target_stream` is static, so that the structures differ
+    then, too. This is decided while the step is traced, and adds nothing to the program of a draft
+    that fits.
 
     Args:
       drafter: a drafter or None.

@@ -105,8 +105,8 @@ class PrefillBatch:
         An entry gets as many successive pieces as it has tokens for, then the next entry. With
         `needs_all`, fewer than P pieces are not read, and the cost is 0.
 
-        In this kind of batch an entry that fits is read only here, and `Programs.prefill_depth` is N. So
-        each of `entries` that fits has a place, or gets one.
+        In a packed batch an entry that fits is read only here, and `Programs.prefill_depth` is N.
+        So each of `entries` that fits has a place, or gets one.
         """
         assert self._programs.batch is not None
         _, piece_size, num_pieces = self._programs.batch
