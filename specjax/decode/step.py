@@ -8,6 +8,9 @@
 
 `run_step` calls all five. "Rows" are logits rows throughout: row 0 holds the logits after the last
 committed token, row i those after the i-th drafted token. Without a drafter K = 0: plain decoding.
+A request that has ended is inactive: `draft_next` gives it a draft of -1 tokens, so that nothing of
+it is fed or emitted.
+
 These are the fields of `TargetRows`; all but `hidden` and `logits` may be None:
 
     hidden            [B, K + 1, D]        hidden states of the tokens fed
@@ -308,8 +311,8 @@ def _list_logprobs(
         # A token below the cutoff is not sampled: its probability is 0.
         return None, list_top_logprobs(logits, emitted, temperature, cutoff, n=listing.num)
 
-    # Without `draft_buckets`: these are copies of the target's layers, and `list_rows` has none. So
-    # it is compiled for 0 and K alone.
+    # Without `draft_buckets`: they save time in the target's layers, and listing runs none. Where K
+    # is adaptive, 0 and K are enough.
     return run_smallest_k(state, list_rows, None)[1]
 
 

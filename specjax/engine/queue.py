@@ -7,7 +7,8 @@
 
 The scheduler reads the first entries chunk by chunk, and then puts their requests into slots:
 
-    put -> read_chunk, or `PrefillBatch.read`, until is_read -> admit and pop, for each request
+    put -> read_chunk, or `PrefillBatch.read`, until is_read
+        -> `PrefillBatch.admit`, which takes every entry, and pop, for each of its requests
 
     slot       one of the B places of the compiled step
     caches     what the models keep of the tokens that they have read: a `slots.PromptCaches`
@@ -43,7 +44,8 @@ class QueueEntry(abc.ABC):
 
     Attributes:
       waiting: the requests without a slot.
-      caches: of the tokens read so far; None before the first chunk, and while it has a place.
+      caches: of the tokens read so far; None before the first chunk, and while it has a place
+        (but see `PromptGroup.admit`).
       place: i32, of its caches in the `PrefillBatch`; None if it has none there.
       num_read: how many tokens were read. A last chunk counts whole, so that this may be more
         than there are.
@@ -143,7 +145,8 @@ class PromptGroup(QueueEntry):
         sample = np.int32(self._samples[self.waiting[0]])
         prompt = pad_prompt(self.token_ids[None], programs.cache_lengths[-1])
         settings = self._checked.settings._replace(sample=sample)
-        # With a place, `self.caches` are those of all N prompts: `PrefillBatch.admit` has set them.
+        # With a place, `self.caches` are those of all N prompts: `PrefillBatch.admit` sets them for
+        # this call.
         place = () if self.place is None else (self.place,)
         return programs.admit(slots, self.caches, np.int32(slot), prompt, settings, *place)
 
@@ -183,6 +186,7 @@ class ParkedRequest(QueueEntry):
 
     def admit(self, programs: Programs, slots: DecodeState, slot: int) -> DecodeState:
         """Returns the slots with the request in one of them."""
+        # Never those of a `PrefillBatch`, which reads prompts alone.
         assert self.caches is not None
         parked = self._parked._replace(target_cache=self.caches.target_cache)
         return programs.resume(slots, parked, np.int32(slot))
@@ -196,14 +200,14 @@ class ParkedRequest(QueueEntry):
 class WaitingQueue:
     """Entries that wait. Any thread may put one in and count their requests.
 
-    The thread that takes a step calls the rest.
+    The rest is called under the scheduler's `_step_lock`, under which caches change, too.
 
     Args:
       max_waiting: most requests that wait.
 
     Attributes:
-      lock: held while an entry or the order of entries changes; reentrant, because methods that
-        take it call each other.
+      lock: held while the order of entries changes, or who waits in one; reentrant, because methods
+        that take it call each other.
       closed_reason: a sentence why the engine is closed and nothing may be put in, or None.
     """
 
@@ -301,7 +305,8 @@ class WaitingQueue:
         """Removes the first request and returns it; an entry is removed with its last request."""
         with self.lock:
             request = self._entries[0].waiting.popleft()
-            # A request that ended is no longer in a count that was taken since.
+            # An ended request is not subtracted: the count may have been taken again without it, and
+            # has to stay an upper bound.
             self._num_waiting -= request.finish_reason is None
             if not self._entries[0].waiting:
                 self._entries.popleft()
