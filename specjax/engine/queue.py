@@ -305,8 +305,8 @@ class WaitingQueue:
         """Removes the first request and returns it; an entry is removed with its last request."""
         with self.lock:
             request = self._entries[0].waiting.popleft()
-            # An ended request is not subtracted: the count may have been taken again without it, and
-            # has to stay an upper bound.
+            # An ended request is not subtracted: the count may have been taken again without it,
+            # and has to stay an upper bound.
             self._num_waiting -= request.finish_reason is None
             if not self._entries[0].waiting:
                 self._entries.popleft()
