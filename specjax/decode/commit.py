@@ -65,13 +65,15 @@ def commit(
       token_ids: i32[B, L], committed tokens.
       lengths: i32[B], how many of each request's tokens are committed.
       verification: `Verification` of the step.
-      eos_token_ids: int, ints or i32[E], tokens that end a request; they are committed.
+      eos_token_ids: int, ints or one array i32[E], tokens that end a request; they are committed.
+        Under `jit` an argument has to be an array.
       max_lengths: i32[B], at most L. None is L.
 
     Returns:
       token_ids i32[B, L], lengths i32[B], and finish i8[B]: 0 for a request that goes on, or one
       of `Finish`. A request that emitted nothing is inactive or invalid: it has INVALID, or LENGTH
-      if it is full. A loop keeps the first reason for which a request ended.
+      if it is full. A loop keeps the first reason for which a request ended, and ignores later
+      ones.
 
     Raises:
       ValueError: if the shapes do not fit together.
