@@ -1,5 +1,6 @@
 """README's figures are those of the tables; commands of docs/checkpoints.md run on folders."""
 
+import json
 import os
 import pathlib
 import re
@@ -53,6 +54,21 @@ def test_the_readme_fits_two_screens_and_its_times_are_those_of_the_table():
     lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
     assert len(lines) <= 100
     assert max(map(len, lines)) <= 120
+
+
+def test_whole_steps_and_what_they_cost_in_plain_steps_are_measured():
+    result = json.loads((ROOT / "benchmarks" / "results" / "h100_batches.json").read_text())
+    ours, vllm = (
+        {(x["case"], x.get("B")): x.get("median_ms") for x in result[who]["cases"]}
+        for who in ("specjax", "vllm")
+    )
+    head, readme = "EAGLE-3, K = 3", (ROOT / "README.md").read_text(encoding="utf-8").split()
+    ratio = vllm[head, 64] / ours[head, 64]
+    assert f"64 requests on an H100, a whole step is {ratio:.2f} times" in " ".join(readme)
+    page = (ROOT / "docs" / "drafter_and_k.md").read_text(encoding="utf-8")
+    rows = page.partition("| EAGLE-3 head, K = 3, H100 ")[2]
+    for size in (1, 8, 32, 64, 128):
+        assert f"| {size} | {ours[head, size] / ours['plain', size]:.2f} |" in rows
 
 
 def test_the_page_of_versions_names_the_newest_jax_that_was_tested():
