@@ -191,10 +191,14 @@ def _check_once(
 
 
 def devices_of(target: Model) -> set[jax.Device]:
-    """Returns the devices of a target's first array; JAX's first if its arrays are on a host."""
+    """Returns the devices on which a target's arrays were put; else JAX's default device."""
     leaves = jax.tree.leaves(target.params)
-    placed = (x for x in leaves if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer))
-    return next((leaf.devices() for leaf in placed), {jax.devices()[0]})
+    arrays = (x for x in leaves if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer))
+    # Uncommitted arrays follow committed ones, and go to the default device without any.
+    default = jax.config.values["jax_default_device"]
+    if default is None or isinstance(default, str):
+        default = jax.local_devices(backend=default)[0]
+    return next((leaf.devices() for leaf in arrays if leaf.committed), {default})
 
 
 def free_bytes(devices: Iterable[jax.Device]) -> int | None:

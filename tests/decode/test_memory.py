@@ -69,12 +69,14 @@ def test_an_engine_has_the_bytes_that_are_said_before_it_is_made():
 
 
 class Device:
-    """A device with so many bytes free."""
+    """A device with so many bytes free, of this process or another."""
 
-    def __init__(self, num_free):
+    def __init__(self, num_free, process_index=0):
+        self.process_index = process_index
         self._stats = {} if num_free is None else {"bytes_limit": num_free + 7, "bytes_in_use": 7}
 
     def memory_stats(self):
+        assert self.process_index == jax.process_index()  # JAX raises an error.
         return self._stats
 
 
@@ -82,6 +84,21 @@ def test_free_bytes_are_those_of_all_devices_if_each_tells():
     assert free_bytes([Device(10), Device(5)]) == 15
     assert free_bytes([Device(10), Device(None)]) is None
     assert free_bytes(jax.devices()) is None
+    assert free_bytes([Device(10), Device(5, process_index=1)]) is None
+
+
+def test_a_target_is_on_the_devices_that_its_arrays_were_put_on():
+    first, last, uncommitted = jax.devices()[0], jax.devices()[-1], jnp.ones(3)
+
+    def devices(*params):
+        return memory.devices_of(dataclasses.replace(TARGET, params=params))
+
+    assert devices(np.ones(3)) == devices(uncommitted) == {first}
+    with jax.default_device("cpu"):
+        assert devices(np.ones(3)) == {jax.local_devices(backend="cpu")[0]}
+    with jax.default_device(last):
+        assert devices(np.ones(3), uncommitted) == {last}
+        assert devices(uncommitted, jax.device_put(uncommitted, first)) == {first}
 
 
 def call(function, drafter, **change):

@@ -773,6 +773,8 @@ def test_slots_have_the_room_of_all_devices_that_the_target_is_on(num_devices):
     assert devices_of(dataclasses.replace(MODEL, params=params[:1])) == {jax.devices()[0]}
 
     class Device:
+        process_index = 0
+
         def __init__(self, num_free):
             self._facts = {"bytes_limit": 50 + num_free, "bytes_in_use": 50}
 
