@@ -65,6 +65,8 @@ class StepCosts:
                     f"milliseconds[{i}] has {len(row)} times and milliseconds[0] {len(each[0])}; "
                     "every batch size needs those of 0, 1, ..., K drafted tokens."
                 )
+        if not isinstance(self.measured_on, str):
+            raise ValueError(f"measured_on is {quote(self.measured_on)}; it needs to be a str.")
         object.__setattr__(self, "batch_sizes", sizes)
         object.__setattr__(self, "milliseconds", each)
 

@@ -87,5 +87,7 @@ def test_a_table_that_is_none_is_refused(sizes, times, words):
 def test_a_table_needs_auto_and_its_own_fields():
     with pytest.raises(ValueError, match=r'step_costs is given, but .*; it needs to be "auto"'):
         specjax.SpeculativeConfig(3, step_costs=COSTS)
+    with pytest.raises(ValueError, match=r"measured_on is \['a'\]; it needs to be a str"):
+        StepCosts((8,), TIMES[:1], ["a"])  # A config with a list would have no hash.
     with pytest.raises(ValueError, match=r"step_costs has the fields \['sizes'\]; it needs"):
         SpeculativeConfig("auto", step_costs={"sizes": [1]})
