@@ -180,7 +180,9 @@ def _check_once(
         "prefill_chunk_size": needs.chunk_bytes,
     }
     largest = max(parts, key=parts.__getitem__)
-    most = (free - needs.of_slots(0)) // needs.slot_bytes
+    # Fewer requests need fewer logits. How many tokens a chunk has of each may depend on them.
+    each = needs.slot_bytes + needs.step_bytes // size
+    most = min((free - needs.chunk_bytes) // needs.slot_bytes, free // each)
     fewer = f", or at most {most} prompts at once" if 0 < most < size else ""
     raise MemoryError(
         f"The device has no room for {size} requests: each takes {format_bytes(needs.slot_bytes)} "

@@ -194,3 +194,13 @@ def test_the_part_that_takes_most_is_to_be_lowered(monkeypatch):
     monkeypatch.setattr(memory, "_needs_of_batch", lambda *_: MemoryNeeds(1, 90, 3))
     with pytest.raises(MemoryError, match="It needs a smaller number of prompts"):
         call(specjax.generate, None)
+
+
+def test_as_many_prompts_are_named_as_fit(monkeypatch):
+    # Three of five prompts: their slots and three fifths of the logits.
+    memory._check_once.cache_clear()
+    monkeypatch.setattr(memory, "_needs_of_batch", lambda *_: MemoryNeeds(10, 500, 3))
+    for num_free, most in [(330, 3), (329, 2), (549, 4)]:
+        monkeypatch.setattr(memory, "free_bytes", lambda devices, n=num_free: n)
+        with pytest.raises(MemoryError, match=rf"or at most {most} prompts at once\."):
+            call(specjax.generate, None)

@@ -333,7 +333,7 @@ MUTATIONS = (
     ),
     Mutation(
         "specjax.decode.memory._check_once",
-        "(free - needs.of_slots(0)) // needs.slot_bytes",
+        "(free - needs.chunk_bytes) // needs.slot_bytes",
         "free // needs.slot_bytes",
         memory(_DOES_NOT_FIT),
         "more prompts are named than fit next to a step",
