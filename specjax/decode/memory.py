@@ -116,7 +116,8 @@ def needs_of_state(models: Models, state: DecodeState, chunk_tokens: int) -> Mem
     operands = (target, ids, ids, state.target_cache, models.taps)
     hidden, features, _ = apply_model.eval_shape(*operands)
     logits = jax.eval_shape(target.logits, target.params, hidden)
-    states = _num_bytes((hidden, features))
+    # Where the hidden states are the logits, they are no second array, and prompts make none.
+    states = _num_bytes(features if hidden.shape == logits.shape else (hidden, features))
     return MemoryNeeds(
         _num_bytes(state) // size, states + _num_bytes(logits), states // ids.size * chunk_tokens
     )

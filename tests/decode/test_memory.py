@@ -55,6 +55,16 @@ def test_a_slot_a_step_and_a_chunk_take_the_bytes_of_their_arrays():
     assert MemoryNeeds(10, 7, 3).of_slots(2) == 27
 
 
+def test_hidden_states_that_are_the_logits_are_counted_once_and_not_for_prompts():
+    target = specjax.Model(
+        jnp.eye(V),
+        lambda size, length: (),
+        lambda rows, ids, positions, cache: (rows[ids], cache),
+        lambda rows, hidden: hidden,
+    )
+    assert needs(target=target)[1:] == (B * V * 4, 0)
+
+
 def test_an_engine_has_the_bytes_that_are_said_before_it_is_made():
     target, drafter = bigrams.pair(4, seed=1)
     target = bigrams.model(target)
