@@ -1,13 +1,15 @@
 """The kind of a pytree: what decides which compiled program takes it.
 
-A model has hundreds of leaves, and Python takes a millisecond to look at them. So the kind of a
-`Model` or `Drafter` is found once per object.
+A model has hundreds of leaves, and Python takes a millisecond to look at their types. So the kind
+of a `Model` or `Drafter` is found again only if leaves were exchanged, as in a dict of parameters.
 """
 
 import dataclasses
 import functools
+import operator
 import weakref
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 
@@ -58,13 +60,32 @@ def kind_of_model(model: Model | Drafter | None) -> Kind:
     """Returns the kind of a model, of a drafter or of None."""
     if model is None:
         return kind_of(None)
+    leaves, structure = jax.tree.flatten(model)
     known = _KINDS.get(id(model))
-    if known is None or known[0]() is not model:
-        key = id(model)
-        reference = weakref.ref(model, lambda _: _KINDS.pop(key, None))
-        known = _KINDS[key] = (reference, kind_of(model))
-    return known[1]
+    is_same = known is not None and known.model() is model and known.kind.structure == structure
+    if known and is_same and all(map(operator.is_, (get() for get in known.leaves), leaves)):
+        return known.kind
+    key = id(model)
+    reference = weakref.ref(model, lambda _: _KINDS.pop(key, None))
+    known = _KINDS[key] = _Known(reference, [_refer(leaf) for leaf in leaves], kind_of(model))
+    return known.kind
+
+
+class _Known(NamedTuple):
+    """A model and its leaves, none of which is kept alive, and its kind."""
+
+    model: Callable[[], Any]
+    leaves: list[Callable[[], Any]]
+    kind: Kind
+
+
+def _refer(leaf: Any) -> Callable[[], Any]:
+    """Returns a weak reference to an array; to a number, which has none, a strong one."""
+    try:
+        return weakref.ref(leaf)
+    except TypeError:
+        return lambda: leaf
 
 
 _kind = functools.lru_cache(maxsize=64)(Kind)
-_KINDS: dict[int, tuple[weakref.ref[Any], Kind]] = {}
+_KINDS: dict[int, _Known] = {}
