@@ -417,9 +417,9 @@ def test_grpo_learns_with_the_rollouts_of_the_example(monkeypatch, drafter):
 
 
 def test_the_document_runs_with_tunix(monkeypatch, tmp_path):
-    text = (ROOT / "docs" / "adapters.md").read_text()
+    text = (ROOT / "docs" / "models" / "tunix.md").read_text()
     blocks = re.findall(r"^```python\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
-    script = tmp_path / "adapters.py"
+    script = tmp_path / "tunix_page.py"
     script.write_text("\n".join(blocks))
     assert sum("tunix" in block for block in blocks) == 1
     run_script(monkeypatch, script, cwd=tmp_path)
