@@ -366,6 +366,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--seed", type=int, default=0, help="of the rows of logits; default 0")
     args = parser.parse_args(argv)
+    if args.seed < 0:
+        parser.error(f"--seed is {args.seed}; it needs to be at least 0.")
     each = _NUM_QUICK_SAMPLES if args.quick else _NUM_SAMPLES
     rules = ["standard"] if args.quick else list(_RULES)
     start = time.perf_counter()

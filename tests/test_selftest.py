@@ -135,3 +135,9 @@ def test_the_kernels_in_the_interpreter_agree_with_plain_jax(capsys):
         f"{rule}: xla and interpret" for rule in selftest._RULES
     ]
     assert not [one for one in found if one.is_fault]
+
+
+def test_a_wrong_argument_is_no_fault_of_the_machine(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        selftest.main(["--quick", "--seed", "-1"])
+    assert "--seed is -1; it needs to be at least 0." in capsys.readouterr().err
