@@ -209,8 +209,10 @@ def free_bytes(devices: Iterable[jax.Device]) -> int | None:
 
     A CPU does not: its allocator fails when it is asked. Nor does a device of another process.
     """
-    here = jax.process_index()
-    stats = [(x.memory_stats() if x.process_index == here else None) or {} for x in devices]
+    devices = list(devices)
+    if {each.process_index for each in devices} != {jax.process_index()}:
+        return None
+    stats = [device.memory_stats() or {} for device in devices]
     if not all("bytes_limit" in each for each in stats):
         return None
     return sum(each["bytes_limit"] - each.get("bytes_in_use", 0) for each in stats)
