@@ -200,8 +200,8 @@ MUTATIONS = (
     ),
     Mutation(
         "specjax.decode.memory.free_bytes",
-        "for x in devices",
-        "for x in list(devices)[:1]",
+        "for device in devices",
+        "for device in list(devices)[:1]",
         engines(_ROOM),
         "slots over several devices need the room of one",
     ),
