@@ -1,4 +1,4 @@
-"""What specjax and its peers emit, next to the target's distribution, on the same rows.
+"""Compares the tokens that specjax and other samplers emit with the target's distribution.
 
 `inputs` has the rows, the kinds of request and the target's distribution; `measure` what a case
 records. One file for each peer turns a step of it into the distribution of its outcomes: by

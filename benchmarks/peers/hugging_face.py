@@ -95,7 +95,7 @@ def sampling_outcomes(rows: Rows, target: torch.Tensor, draft: torch.Tensor, q: 
 
 
 class _TableModel(transformers.LlamaForCausalLM):
-    """A Llama whose logits are the rows of a table: the first is that of the first new token."""
+    """A Llama with fixed logits: row i of `table` is for its i-th new token, from 0 on."""
 
     table: torch.Tensor
     num_prompt_tokens: int

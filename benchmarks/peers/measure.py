@@ -1,4 +1,4 @@
-"""What a case records: total variation of the first token, and of all that a step decides."""
+"""Total variation of a case: of the first token, and of all K + 1 tokens of a step."""
 
 from typing import Any
 

@@ -15,7 +15,7 @@ BATCH, BATCHES = 2**19, 2
 
 
 class Mistakes(NamedTuple):
-    """What a version does wrong; None is right."""
+    """The mistake of a version; the right one has none."""
 
     residual_is_target: bool = False
     argmax_with_softmax: bool = False

@@ -107,7 +107,7 @@ class _Batch:
         lengths = [rows.k if kind.num_tokens is None else kind.num_tokens for kind in kinds]
         self.lengths = np.array(lengths)[each]
         self.start = np.concatenate([[0], np.cumsum(self.lengths)])
-        # Places of drafted tokens in [request, K], those of shorter requests left out.
+        # Indices [request, k] of the drafted tokens that exist.
         place = np.arange(rows.k)
         self.is_drafted = place < self.lengths[:, None]
         self.place = np.broadcast_to(place, self.is_drafted.shape)[self.is_drafted]
@@ -146,7 +146,7 @@ class _Batch:
         return self.parse(np.asarray(found))
 
     def parse(self, found: Array) -> Array:
-        """As the static `parse_output` of the sampler does for each request, for all at once."""
+        """Parses the outputs of all requests at once; the sampler's `parse_output` takes one."""
         tokens = np.full((self.size, self.rows.k + 1), -1)
         tokens[:, :-1][self.is_drafted] = found[: self.start[-1]]
         bonus = found[len(self.place) :]

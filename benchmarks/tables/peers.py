@@ -11,7 +11,7 @@ BEGIN, END = "<!-- peers-table -->", "<!-- /peers-table -->"
 
 # Of an enumeration, what float32 leaves of 0.
 ROUNDING = 1e-5
-# Samples are told from the target by a total variation of this many times that of chance.
+# Samples count as different from the target if their total variation is this many times chance's.
 TIMES_CHANCE = 4
 MISTAKE = "mistake: "
 COLUMNS = ("sampled drafts", "argmax drafts", "greedy", "top-p", "mixed batch")
