@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from specjax.config import SpeculativeConfig
 from specjax.decode.drafters import Drafter, Models
+from specjax.decode.kinds import kinds_of
 from specjax.decode.logprobs import TopLogprobs
 from specjax.decode.memory import check_memory
 from specjax.decode.metrics import Metrics
@@ -116,10 +117,11 @@ def generate(
     )
     requests, static = check_arguments(target, drafter, arguments, config, options)
     models = Models(target, drafter)
-    check_memory(models, requests, static)
+    kinds = kinds_of(models, requests)
+    check_memory(kinds, static)
     # A donated state is overwritten in place. Within another program nothing can be donated.
     run = _traced_loop if is_traced() else loop_in_place
-    generation, _ = run_requests(run, models, requests, static)
+    generation, _ = run_requests(run, models, requests, kinds, static)
     return take_first_requests(generation, requests.lengths.shape[0])
 
 

@@ -8,6 +8,7 @@ import jax
 
 from specjax.config import SpeculativeConfig
 from specjax.decode.drafters import Drafter, Models
+from specjax.decode.kinds import kinds_of
 from specjax.decode.memory import check_memory
 from specjax.decode.options import LoopOptions
 from specjax.decode.prefill import run_requests
@@ -81,8 +82,9 @@ def init(
         requests = requests._replace(settings=settings._replace(sampling=masked))
     static = dataclasses.replace(static, reads_last=True)
     models = Models(target, drafter)
-    check_memory(models, requests, static)
-    state: DecodeState = run_requests(run_first_step, models, requests, static)
+    kinds = kinds_of(models, requests)
+    check_memory(kinds, static)
+    state: DecodeState = run_requests(run_first_step, models, requests, kinds, static)
     return state
 
 

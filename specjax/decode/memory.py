@@ -17,7 +17,7 @@ from specjax.checks import check_count
 from specjax.config import SpeculativeConfig
 from specjax.decode.capacity import format_bytes
 from specjax.decode.drafters import Drafter, Models
-from specjax.decode.kinds import Kind, kind_of, kind_of_model
+from specjax.decode.kinds import Kinds, kind_of_model
 from specjax.decode.options import LoopOptions, StaticOptions, check_capacity
 from specjax.decode.prefill import begin_prefill, is_traced
 from specjax.decode.request_batch import RequestArguments, check_arguments
@@ -140,40 +140,34 @@ def _needs_of_batch(models: Models, requests: RequestBatch, options: StaticOptio
     return placed
 
 
-def check_memory(models: Models, requests: RequestBatch, options: StaticOptions) -> None:
+def check_memory(kinds: Kinds, options: StaticOptions) -> None:
     """Refuses a batch that the target's devices have no room for, before programs are compiled.
 
     A batch that fitted is not looked at again: its programs are there. Neither is one inside an
     outer program, nor one on devices that do not tell how much is free, such as CPUs.
 
     Args:
-      models: the target, and a drafter or None.
-      requests: from `check_arguments`.
+      kinds: of the call's models and requests.
       options: from `check_arguments`.
 
     Raises:
       MemoryError: with the bytes of each part, and what to lower.
     """
-    devices = devices_of(models.target)
-    if is_traced() or free_bytes(devices) is None:
-        return
-    target, drafter = map(kind_of_model, models)
-    _check_once(target, drafter, kind_of(requests), options, frozenset(devices))
+    if not is_traced():
+        _check_once(kinds, options, kinds.target.devices or _default_devices())
 
 
 @functools.lru_cache(maxsize=64)
-def _check_once(
-    target: Kind,
-    drafter: Kind,
-    batch: Kind,
-    options: StaticOptions,
-    devices: frozenset[jax.Device],
-) -> None:
+def _check_once(kinds: Kinds, options: StaticOptions, devices: frozenset[jax.Device]) -> None:
     """Refuses a batch; what it raises is not kept, so that the next call looks again."""
-    models, requests = Models(target.shapes(), drafter.shapes()), batch.shapes()
-    needs, (size, max_length) = _needs_of_batch(models, requests, options), requests.token_ids.shape
-    needed, free = needs.of_slots(size), free_bytes(devices)
-    if free is None or needed <= free:
+    free = free_bytes(devices)
+    if free is None:
+        return
+    target, drafter, requests = (kind.shapes() for kind in kinds)
+    models, (size, max_length) = Models(target, drafter), requests.token_ids.shape
+    needs = _needs_of_batch(models, requests, options)
+    needed = needs.of_slots(size)
+    if needed <= free:
         return
     parts = {
         "max_length": size * needs.slot_bytes,
@@ -193,15 +187,17 @@ def _check_once(
     )
 
 
-def devices_of(target: Model) -> set[jax.Device]:
+def devices_of(target: Model) -> frozenset[jax.Device]:
     """Returns the devices on which a target's arrays were put; else JAX's default device."""
-    leaves = jax.tree.leaves(target.params)
-    arrays = (x for x in leaves if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer))
-    # Uncommitted arrays follow committed ones, and go to the default device without any.
+    return kind_of_model(target).devices or _default_devices()
+
+
+def _default_devices() -> frozenset[jax.Device]:
+    """Returns the device of arrays that were put on none, by themselves."""
     default = jax.config.values["jax_default_device"]
     if default is None or isinstance(default, str):
         default = jax.local_devices(backend=default)[0]
-    return next((leaf.devices() for leaf in arrays if leaf.committed), {default})
+    return frozenset({default})
 
 
 def free_bytes(devices: Iterable[jax.Device]) -> int | None:

@@ -24,6 +24,7 @@ from specjax.decode.compile.saved_programs import (
 )
 from specjax.decode.drafters import Drafter, Models
 from specjax.decode.generate import Generation, loop_in_place, take_first_requests
+from specjax.decode.kinds import kinds_of
 from specjax.decode.logprobs import TopLogprobs
 from specjax.decode.memory import check_memory
 from specjax.decode.metrics import Metrics
@@ -203,7 +204,7 @@ def compile_generate(
     if target.placement is None and any(x and len(x.device_set) > 1 for x in shardings):
         raise ValueError("Parameters lie on several devices; see the mesh of models.load.")
     models = Models(target, drafter)
-    check_memory(models, requests, static)
+    check_memory(kinds_of(models, requests), static)
     filled = replicate(target.placement, pad_batch_to_mesh(requests, target.placement))
     lowered, compilations = begin_compilation(loop_in_place, models, filled, static)
     all_lowered = (fold, *lowered)
