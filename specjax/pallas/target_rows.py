@@ -178,8 +178,8 @@ def verify_accept_kernel(
 
     Formula: m_i = max x, l_i = sum exp((x - m_i) / τ) per block. Then `evaluate` accepts the
     drafted token x if u < p(x) / q(x), if a rule does, or if the row draws x (`draw_and_compare`).
-    Grid: (K + 1) * B * tiles programs of 4 warps, of 8 with B <= 16, row 0 of all requests first;
-    one owns a tile of 8192 logits of one row.
+    Grid: (K + 1) * B * tiles programs of 8 warps, of 4 if there are many, row 0 of all requests
+    first; one owns a tile of 8192 logits of one row.
     Bytes per row: V * itemsize read, once more for each of the entropy and the rank that a rule
     names; V / 128 * 8 + tiles * 12 + 16 written. A program of a row past the published stop reads
     its request's scalars alone.
