@@ -103,7 +103,8 @@ class KernelConfig:
         1; None chooses.
       num_bound_groups: groups into which the judging program deals a row's blocks, a power of two.
         It reads the heaviest block of each group.
-      max_small_programs: tiles of all target rows, up to which they are all read at once.
+      max_small_programs: tiles of all target rows, up to which they are all read at once; two
+        fifths of it without log-probabilities of greedy requests.
       num_noise_splits: programs per row that make the noise of its blocks, in `gumbel_sample` and
         small batches of coupled sampling. A power of two, at most the padded number of blocks.
         0 leaves the noise to the draw; None chooses.
@@ -273,10 +274,13 @@ class KernelConfig:
             return 1
         return max(1, min(max_draft_tokens, 256 // num_requests))
 
-    def is_small_batch(self, num_programs: int) -> bool:
+    def is_small_batch(self, num_programs: int, greedy_logprobs: bool) -> bool:
         """Returns whether a batch is small: all its target rows run at about the same time.
 
         Then no row can be skipped: all are read at once. Each program draws from its tile of a
-        residual, and the last to arrive compares the tiles' winners, which saves a launch.
+        residual, and the last to arrive compares the tiles' winners, which saves a launch. Without
+        log-probabilities of greedy requests, a large batch decides by maxima alone, which pays
+        from fewer programs on.
         """
-        return num_programs <= self.max_small_programs
+        most = self.max_small_programs
+        return num_programs <= (most if greedy_logprobs else most * 2 // 5)

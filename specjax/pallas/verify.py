@@ -62,7 +62,9 @@ def verify_rows(inputs: VerifyInputs, options: CallOptions) -> Verification:
     # A schedule is of one launch: each later launch replaces what differs, such as the tile.
     num_rows = num_requests * (options.max_draft_tokens + 1)
     tile = config.target_tile(num_rows, vocab_size)
-    is_small_batch = config.is_small_batch(num_rows * tile.num_tiles(vocab_size))
+    is_small_batch = config.is_small_batch(
+        num_rows * tile.num_tiles(vocab_size), not options.skips_greedy_sums
+    )
     schedule = Schedule(num_requests, options, tile, is_small_batch)
     size = (num_requests, vocab_size, is_small_batch)
     split = options.split
