@@ -16,9 +16,10 @@ from flax import nnx
 from specjax.devices.placement import pvary_like
 from specjax.implementation import Implementation, choose_implementation, resolve_implementation
 from specjax.models.decoder.attention import layer_caches
+from specjax.models.decoder.layers import table_logits
 from specjax.types import Pieces
 
-__all__ = ["run_decoder", "run_layer", "run_product"]
+__all__ = ["is_row_invariant", "run_decoder", "run_layer", "run_product", "run_table"]
 
 
 def run_decoder(
@@ -101,6 +102,42 @@ def run_product(
 
     num_rows = math.prod(x.shape[:2])
     return _choose(implementation, jnp.matmul, kernels, num_rows, x, matrix)
+
+
+def run_table(
+    hidden: jax.Array, table: jax.Array, implementation: str | Implementation | None = None
+) -> jax.Array:
+    """Returns logits [..., V] of hidden states [..., E] by an output layer's table [V, E].
+
+    XLA multiplies, unless a row's bits may depend on no other row (`DecodeConfig.row_invariant`).
+
+    Args:
+      hidden: rows.
+      table: of the layer.
+      implementation: None chooses at lowering; a name means that one.
+    """
+    resolved = resolve_implementation(implementation)
+    if not is_row_invariant(resolved):
+        return table_logits(table, hidden)
+
+    def kernels(*operands: Any) -> Any:
+        from specjax.models.decoder.decode_step_kernels import table_product
+
+        return table_product(*operands)
+
+    def plain(rows: jax.Array, table: jax.Array) -> jax.Array:
+        return table_logits(table, rows)
+
+    rows = hidden.reshape(1, -1, hidden.shape[-1])
+    logits = _choose(resolved, plain, kernels, rows.shape[1], rows, table)
+    return logits.reshape(*hidden.shape[:-1], -1)
+
+
+def is_row_invariant(implementation: Implementation) -> bool:
+    """Returns whether an implementation computes rows whose bits depend on no other row."""
+    from specjax.models.decoder.pallas.tilings import DecodeConfig
+
+    return implementation.config(DecodeConfig).row_invariant
 
 
 def _choose_step(

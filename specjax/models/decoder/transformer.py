@@ -15,8 +15,8 @@ from flax import nnx
 from specjax.implementation import Implementation
 from specjax.models.decoder.attention import AttentionBackend
 from specjax.models.decoder.config import TransformerConfig
-from specjax.models.decoder.dispatch import run_decoder
-from specjax.models.decoder.layers import Layer, RMSNorm, embed_tokens, table_logits, weight
+from specjax.models.decoder.dispatch import run_decoder, run_table
+from specjax.models.decoder.layers import Layer, RMSNorm, embed_tokens, weight
 from specjax.models.decoder.rope import rope_cos_sin
 from specjax.types import Model
 
@@ -114,10 +114,17 @@ class Transformer(nnx.Module):
             states.append(x)
         return self.norm(x), tuple(states[tap] for tap in taps)
 
-    def logits(self, hidden: jax.Array) -> jax.Array:
-        """Returns logits [..., V] of hidden states [..., E]; of a share, this device's logits."""
+    def logits(
+        self, hidden: jax.Array, implementation: str | Implementation | None = None
+    ) -> jax.Array:
+        """Returns logits [..., V] of hidden states [..., E]; of a share, this device's logits.
+
+        Args:
+          hidden: of `__call__`.
+          implementation: as in `build`.
+        """
         table = self.embedding if self.config.tie_word_embeddings else self.head
-        logits = table_logits(table[...], hidden)
+        logits = run_table(hidden, table[...], implementation)
         cap = self.config.logit_softcap
         if cap is None:
             return logits
@@ -196,7 +203,8 @@ def functions(
         return model(token_ids, positions, cache, implementation)
 
     def logits(params: Any, hidden: jax.Array) -> jax.Array:
-        return nnx.merge(model_graph(config, axis_name), nnx.State(params)).logits(hidden)
+        model = nnx.merge(model_graph(config, axis_name), nnx.State(params))
+        return model.logits(hidden, implementation)
 
     return init_cache, apply, logits
 
