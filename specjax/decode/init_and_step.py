@@ -132,7 +132,7 @@ def step(
       ([[0, 1, 0, -1]], [1])
     """
     config = SpeculativeConfig() if config is None else config
-    options = check_step_options(config, implementation)
+    options = check_step_options(target, config, implementation)
     k = 0 if drafter is None else config.num_speculative_tokens
     is_auto = drafter is not None and config.adaptive_k
     if (k, is_auto) != (state.metrics.num_drafted.shape[-1], state.k_policy.is_adaptive):

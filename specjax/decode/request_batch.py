@@ -35,7 +35,7 @@ from specjax.decode.logprobs import check_logprobs_config
 from specjax.decode.options import LoopOptions, StaticOptions, StepOptions, default_chunk_size
 from specjax.decode.state import RequestBatch, Settings
 from specjax.decode.target_step import vocabulary_size
-from specjax.implementation import Implementation, resolve_implementation
+from specjax.implementation import Implementation, resolve_implementation, with_row_invariance
 from specjax.processing.sampling_params import SamplingParams, read_sampling
 from specjax.types import Model
 
@@ -81,7 +81,7 @@ def check_arguments(
     sampling = arguments.sampling
     if isinstance(sampling, SamplingParams) and all(field is None for field in sampling):
         sampling = None
-    step_options = check_step_options(config, options.implementation)
+    step_options = check_step_options(target, config, options.implementation)
     prompt, lengths = (as_host_array(x) for x in parse_prompts(arguments.prompts))
     size, width = prompt.shape
     max_new_tokens = parse_budget(arguments.max_new_tokens, size)
@@ -223,10 +223,12 @@ def check_prompt_ids(
 
 
 def check_step_options(
-    config: SpeculativeConfig, implementation: str | Implementation | None
+    target: Model, config: SpeculativeConfig, implementation: str | Implementation | None
 ) -> StepOptions:
     """Returns the options of a step, or refuses them."""
     check_noise_dtype(config.noise_dtype)
+    if target.row_invariant:
+        implementation = with_row_invariance(implementation)
     # Called even without a name, because it looks for Pallas. Once Pallas was found, the newest JAX
     # traces anew: so it is found before the first trace.
     resolved = resolve_implementation(implementation)

@@ -1,7 +1,7 @@
 """Sizes of the kernels' tiles and warps, each with its reason."""
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from specjax.checks import check_count
 from specjax.core.noise import SAMPLING_BLOCK
@@ -157,6 +157,24 @@ class KernelConfig:
                 f"num_search_programs is {self.num_search_programs}; it needs at most "
                 f"{_MAX_SEARCH_PROGRAMS} programs a row."
             )
+
+    def for_row_invariance(self) -> Self:
+        """Returns the sizes with which a row's bits depend neither on a batch nor on its draft.
+
+        A sum's order follows from its tile, the program's warps and the programs that share it.
+        """
+        tile = Tile(8192, 8)
+        return dataclasses.replace(
+            self,
+            row=tile,
+            target=tile,
+            residual=tile,
+            num_search_programs=1,
+            num_judge_warps=8,
+            num_judge_programs=1,
+            max_small_programs=0,
+            num_noise_splits=0,
+        )
 
     def reduce_tile(self, num_rows: int, vocab_size: int) -> Tile:
         """Returns the tile of `gumbel_sample`, `logit_cutoff` and draft rows without statistics.

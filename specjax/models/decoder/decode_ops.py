@@ -366,15 +366,14 @@ def product_tiling(
     is_invariant = choice.config.row_invariant
     if x.dtype != matrix.dtype or (rows > choice.config.max_matmul_rows and not is_invariant):
         return None
-    if is_invariant:
-        rows = min(rows, INVARIANT_BLOCK_M)
     more = x.dtype.itemsize, choice.shared_memory_bytes
+    few = min(rows, 64) if is_invariant else rows
     if is_gated:
-        tiling = glu_tiling(rows, size, width // 2, *more)
+        tiling = glu_tiling(few, size, width // 2, *more)
     else:
-        tiling = matmul_tiling(rows, size, width, *more)
+        tiling = matmul_tiling(few, size, width, *more)
     if tiling is None or not is_invariant:
         return tiling
-    # All but the number of rows in a tile follows from the matrix. As the right operand a row has
-    # the same sum in a tile of 16, 32 or 64.
-    return tiling._replace(swap_ab=True, block_m=pad_to_mma(rows))
+    # All but the rows of a tile follows from the matrix: up to 64 rows have one tiling. As right
+    # operands rows have the same sums in a tile of 16 as in one of 128.
+    return tiling._replace(swap_ab=True, block_m=pad_to_mma(min(rows, INVARIANT_BLOCK_M)))

@@ -17,9 +17,10 @@ from specjax.devices.placement import pvary_like
 from specjax.implementation import Implementation, choose_implementation, resolve_implementation
 from specjax.models.decoder.attention import layer_caches
 from specjax.models.decoder.layers import table_logits
+from specjax.models.decoder.row_groups import decode_by_groups, logits_by_groups
 from specjax.types import Pieces
 
-__all__ = ["is_row_invariant", "run_decoder", "run_layer", "run_product", "run_table"]
+__all__ = ["run_decoder", "run_layer", "run_product", "run_table"]
 
 
 def run_decoder(
@@ -46,9 +47,10 @@ def run_decoder(
 
         return decode_step(*operands, taps=taps)
 
-    cache = layer_caches(cache)
-    plain = functools.partial(type(model).plain, taps=taps)
-    return _choose_step(implementation, plain, kernels, model, token_ids, positions, cache)
+    cache, resolved = layer_caches(cache), resolve_implementation(implementation)
+    decode = decode_by_groups if resolved.row_invariant else type(model).plain
+    plain = functools.partial(decode, taps=taps)
+    return _choose_step(resolved, plain, kernels, model, token_ids, positions, cache)
 
 
 def run_layer(
@@ -109,7 +111,7 @@ def run_table(
 ) -> jax.Array:
     """Returns logits [..., V] of hidden states [..., E] by an output layer's table [V, E].
 
-    XLA multiplies, unless a row's bits may depend on no other row (`DecodeConfig.row_invariant`).
+    XLA multiplies, unless a row's bits may depend on no other row (`Implementation.row_invariant`).
 
     Args:
       hidden: rows.
@@ -117,7 +119,7 @@ def run_table(
       implementation: None chooses at lowering; a name means that one.
     """
     resolved = resolve_implementation(implementation)
-    if not is_row_invariant(resolved):
+    if not resolved.row_invariant:
         return table_logits(table, hidden)
 
     def kernels(*operands: Any) -> Any:
@@ -125,19 +127,9 @@ def run_table(
 
         return table_product(*operands)
 
-    def plain(rows: jax.Array, table: jax.Array) -> jax.Array:
-        return table_logits(table, rows)
-
     rows = hidden.reshape(1, -1, hidden.shape[-1])
-    logits = _choose(resolved, plain, kernels, rows.shape[1], rows, table)
+    logits = _choose(resolved, logits_by_groups, kernels, rows.shape[1], rows, table)
     return logits.reshape(*hidden.shape[:-1], -1)
-
-
-def is_row_invariant(implementation: Implementation) -> bool:
-    """Returns whether an implementation computes rows whose bits depend on no other row."""
-    from specjax.models.decoder.pallas.tilings import DecodeConfig
-
-    return implementation.config(DecodeConfig).row_invariant
 
 
 def _choose_step(

@@ -152,7 +152,7 @@ def fused_glu_kernel(
     # Loaded before the matrix and used after it, so that no operation waits for it.
     squares = None
     if operands.squares is not None:
-        squares = load_squares(operands.squares, rows.index)
+        squares = load_squares(operands.squares, rows.loaded)
     starts = [tile_index * tiling.block_n, tile_index * tiling.block_n + width]
     num_steps = jnp.int32(size // tiling.block_k)
     gates, ups = _accumulate(operands, rows, starts, jnp.int32(0), num_steps, tiling)
@@ -205,10 +205,10 @@ def glu_activation_kernel(
 
 
 class _TileRows(NamedTuple):
-    """Rows of a program's tile: i32[M] their numbers, also past the last, and indices to load."""
+    """Rows i32[M] of a program's tile: their numbers, and those to load, which repeat at the end."""
 
     number: jax.Array
-    index: jax.Array
+    loaded: jax.Array
 
 
 def _tile_rows(operands: MatmulOperands, tiling: MatmulTiling) -> tuple[jax.Array, _TileRows]:
@@ -251,7 +251,7 @@ def _accumulate(
     Each is f32[M, block_n], or f32[block_n, M] with swapped operands.
     """
     num_rows, zero = operands.rows.shape[0], jnp.zeros((), operands.rows.dtype)
-    row, column = rows.index, jax.lax.iota(jnp.int32, tiling.block_n)
+    row, column = rows.loaded, jax.lax.iota(jnp.int32, tiling.block_n)
     offset = jax.lax.iota(jnp.int32, tiling.block_k)
     shape = (row.shape[0], tiling.block_n)
     # Padding reads nothing here: every program reads all rows, whose lines lie in a few places.

@@ -6,7 +6,7 @@ depend on shapes, the shared memory of a program, and a `DecodeConfig`.
 
 import dataclasses
 import math
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from specjax.pallas.kernel_config import Tile, next_power_of_2
 
@@ -99,6 +99,10 @@ class DecodeConfig:
     combines_in_attention: bool | None = None
     max_matmul_rows: int = 128
     row_invariant: bool = False
+
+    def for_row_invariance(self) -> Self:
+        """Returns the choices with which a row's bits depend on no other row."""
+        return dataclasses.replace(self, row_invariant=True)
 
 
 class MatmulTiling(NamedTuple):
