@@ -205,7 +205,7 @@ def glu_activation_kernel(
 
 
 class _TileRows(NamedTuple):
-    """Rows i32[M] of a program's tile: their numbers, and those to load, which repeat at the end."""
+    """Rows i32[M] of a tile: their numbers, and those to load, which repeat at the end."""
 
     number: jax.Array
     loaded: jax.Array

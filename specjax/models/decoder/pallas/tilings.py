@@ -62,7 +62,7 @@ _LONG_ROWS, _MAX_LONG_ROWS = 64, 128
 _INVARIANT_ROWS, _INVARIANT_WARPS, _SEGMENT, _MIN_WHOLE_PROGRAMS = 32, 4, 4, 256
 
 # Rows of a product's tile, where a row's bits depend on no other row.
-INVARIANT_BLOCK_M = 64
+INVARIANT_BLOCK_M = 128
 
 # Most splits that a long request has, beyond an even share of the GPU, and most programs for them.
 # Programs without slots to read end at once, but each takes a microsecond to begin.
