@@ -51,8 +51,9 @@ PAGES = (
     ),
     (
         "Sampling parameters",
-        "Cutoffs, penalties, masks, grammars and listed log-probabilities.",
+        "Cutoffs, penalties, masks, grammars, listed log-probabilities and kept tokens.",
         """SamplingParams apply_sampling process_logits logit_cutoff top_logprobs TopLogprobs
+        kept_tokens KeptTokens kept_logprobs
         History TokenCounts count_tokens update_counts bias_array bad_words_array Grammar RowMasks
         Matcher contrib.grammars.json_schema_grammar contrib.grammars.llguidance_matchers
         contrib.grammars.token_bytes""",

@@ -4,7 +4,8 @@ Verification: `rejection_sample`, `tree_rejection_sample`, `gumbel_sample`; what
 `Rule`; how each runs: `Options`.
 Drafts: `Draft`, `RaggedDraft`, `TreeDraft`, `DraftInputs`, `propose`, `draft_from_probs`,
 `gather_drafts`.
-Processing: `SamplingParams`, `process_logits`, `top_logprobs`, `count_tokens`.
+Processing: `SamplingParams`, `process_logits`, `top_logprobs`, `kept_tokens`, `kept_logprobs`,
+`count_tokens`.
 Decoding: `generate`, `init`, `step`, `LoopOptions`, `commit`, `unpad`, `model_drafter`,
 `ngram_drafter`, `whole_prompt_drafter`, `RowMasks`.
 Serving: `Engine`, `Request`; memory: `memory_needs`.
@@ -48,6 +49,7 @@ from specjax.processing.bad_words import bad_words_array
 from specjax.processing.bias import bias_array
 from specjax.processing.grammar import Grammar
 from specjax.processing.history import History
+from specjax.processing.kept_tokens import KeptTokens, kept_logprobs, kept_tokens
 from specjax.processing.logit_cutoff import logit_cutoff
 from specjax.processing.process_logits import process_logits
 from specjax.processing.sampling_params import SamplingParams
@@ -86,6 +88,7 @@ __all__ = [
     "Generation",
     "Grammar",
     "History",
+    "KeptTokens",
     "LoopOptions",
     "Matcher",
     "MemoryNeeds",
@@ -125,6 +128,8 @@ __all__ = [
     "gumbel_sample",
     "init",
     "init_metrics",
+    "kept_logprobs",
+    "kept_tokens",
     "load_compiled",
     "logit_cutoff",
     "measure_step_costs",
