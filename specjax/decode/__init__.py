@@ -17,7 +17,8 @@
 | `request_batch`, `options` | checked arguments: arrays, and what is compiled in |
 | `state` | `DecodeState`, `Settings`, `StepInfo` |
 | `matchers` | `RowMasks`: masks of each row, by matchers on the host |
-| `metrics`, `logprobs` | counts of steps; listed log-probabilities |
+| `metrics` | counts of steps |
+| `token_info`, `logprobs` | what is listed of each emitted token; listed log-probabilities |
 | `capacity`, `kinds` | sizes and padding of buffers; the key of a model's compiled programs |
 | `memory` | bytes of a slot, a step and a chunk, and what does not fit is refused |
 

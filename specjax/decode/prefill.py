@@ -25,7 +25,6 @@ from specjax.decode.compile.compiler_options import prefill_options
 from specjax.decode.draft_step import propose_draft
 from specjax.decode.drafters import Models
 from specjax.decode.kinds import Kinds
-from specjax.decode.logprobs import empty_logprobs
 from specjax.decode.metrics import init_metrics
 from specjax.decode.options import StaticOptions, StepOptions
 from specjax.decode.request_batch import check_prompt_ids
@@ -36,6 +35,7 @@ from specjax.decode.target_step import (
     gather_row,
     score_hidden,
 )
+from specjax.decode.token_info import empty_token_info
 from specjax.devices.placement import pvary_like, with_auto_axes
 from specjax.processing.apply_sampling import count_prompt
 from specjax.processing.grammar import start_states
@@ -250,8 +250,8 @@ def begin_prefill(models: Models, requests: RequestBatch, *, options: StepOption
         drafter_state=drafter_state,
         metrics=init_metrics(size, k),
         settings=settings,
-        top_logprobs=empty_logprobs(settings.logprobs, token_ids.shape),
         draft_history=init_history(settings.k_by_rate, lengths),
+        **empty_token_info(settings.token_info, token_ids.shape)._asdict(),
     )
     # Traced for the shapes of its outputs alone.
     placeholder = jnp.zeros((size, k + 1), jnp.int32)

@@ -31,10 +31,10 @@ from specjax.decode.capacity import (
     parse_budget,
 )
 from specjax.decode.drafters import Drafter
-from specjax.decode.logprobs import check_logprobs_config
 from specjax.decode.options import LoopOptions, StaticOptions, StepOptions, default_chunk_size
 from specjax.decode.state import RequestBatch, Settings
 from specjax.decode.target_step import vocabulary_size
+from specjax.decode.token_info import check_token_info
 from specjax.implementation import Implementation, resolve_implementation, with_row_invariance
 from specjax.processing.sampling_params import SamplingParams, read_sampling
 from specjax.types import Model
@@ -77,7 +77,7 @@ def check_arguments(
     """
     config = SpeculativeConfig() if config is None else config
     _check_types(target, drafter, config, options)
-    logprobs = check_logprobs_config(options.num_logprobs, options.logprobs_mode)
+    token_info = check_token_info(options)
     sampling = arguments.sampling
     if isinstance(sampling, SamplingParams) and all(field is None for field in sampling):
         sampling = None
@@ -99,7 +99,7 @@ def check_arguments(
         eos_token_ids=pad_eos(as_host_array(parse_ids("eos_token_ids", arguments.eos_token_ids))),
         conditional_rates=None if drafter is None else config.conditional_rates(),
         sampling=None if sampling is None else read_sampling(sampling, size),
-        logprobs=logprobs,
+        token_info=token_info,
         k_by_rate=None if drafter is None else k_by_rate(config.for_batch_size(size)),
     )
     chunk_size = options.prefill_chunk_size

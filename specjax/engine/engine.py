@@ -17,6 +17,7 @@ from specjax.decode.matchers import Matcher, new_masks
 from specjax.decode.options import LoopOptions, check_capacity, default_chunk_size
 from specjax.decode.request_batch import RequestArguments, check_arguments
 from specjax.decode.state import Settings
+from specjax.decode.token_info import for_host
 from specjax.engine.programs import make_programs, warm_up
 from specjax.engine.queue import PromptGroup
 from specjax.engine.request import Request
@@ -424,4 +425,9 @@ def _settings_of_slots(
         grammar = jax.tree.map(jnp.asarray, defaults.grammar)
         sampling = jax.tree.map(repeat, defaults._replace(grammar=None))._replace(grammar=grammar)
     no_stop_ids: Any = np.tile(pad_eos(np.zeros(0, np.int32), MAX_STOP_IDS), (num_slots, 1))
-    return settings._replace(eos_token_ids=no_stop_ids, sampling=sampling, k_by_rate=k_by_rate)
+    return settings._replace(
+        eos_token_ids=no_stop_ids,
+        sampling=sampling,
+        token_info=for_host(settings.token_info),
+        k_by_rate=k_by_rate,
+    )

@@ -243,9 +243,9 @@ class Request:
             token_id = int(output.token_ids[slot, i])
             self.logprobs.append(float(output.logprobs[slot, i]))
             self.origins.append(int(output.origins[slot, i]))
-            if output.top_logprobs is not None:
-                top = TopLogprobs(*(values[slot, i].copy() for values in output.top_logprobs))
-                self.top_logprobs.append(top)
+            info = output.token_info.at(slot, i)
+            if info.top_logprobs is not None:
+                self.top_logprobs.append(info.top_logprobs)
             self.token_ids.append(token_id)
             if self._text is not None:
                 with self._contain_errors(FinishReason.TOKENIZER_ERROR):

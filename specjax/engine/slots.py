@@ -21,13 +21,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.decode.drafters import Models
-from specjax.decode.logprobs import TopLogprobs
 from specjax.decode.metrics import Metrics
 from specjax.decode.options import StepOptions
 from specjax.decode.prefill import begin_prefill, read_chunk
 from specjax.decode.state import DecodeState, RequestBatch, Settings
 from specjax.decode.step import run_step
 from specjax.decode.target_step import count_drafted, count_rows
+from specjax.decode.token_info import TokenInfo
 from specjax.processing.sampling_params import SamplingParams
 
 __all__ = [
@@ -101,7 +101,7 @@ class StepOutput(NamedTuple):
       origins: i8[B, K + 1].
       finish: i8[B], as in `DecodeState`; negative for an empty slot.
       metrics: `Metrics` of the requests so far.
-      top_logprobs: `TopLogprobs` [B, K + 1, ...], or None.
+      token_info: what is listed of each, [B, K + 1, ...].
       drafted: i32[B, K], the pending draft, -1 after its end; None unless a host masks rows.
     """
 
@@ -111,7 +111,7 @@ class StepOutput(NamedTuple):
     origins: jax.Array
     finish: jax.Array
     metrics: Metrics
-    top_logprobs: TopLogprobs | None
+    token_info: TokenInfo
     drafted: jax.Array | None
 
 
@@ -255,7 +255,7 @@ def step_slots(
     masked = sampling
     if allowed is not None:
         masked = (SamplingParams() if sampling is None else sampling)._replace(allowed=allowed)
-    slots, _ = run_step(models, _with_sampling(slots, masked), options=options)
+    slots, info = run_step(models, _with_sampling(slots, masked), options=options)
     slots = _with_sampling(slots, sampling)
     index = before[:, None] + jnp.arange(count_rows(slots), dtype=jnp.int32)[None]
     index = jnp.minimum(index, slots.token_ids.shape[1] - 1)
@@ -270,7 +270,7 @@ def step_slots(
         origins=gather(slots.origins),
         finish=slots.finish,
         metrics=slots.metrics,
-        top_logprobs=jax.tree.map(gather, slots.top_logprobs),
+        token_info=info.token_info,
         drafted=None if allowed is None else _pending_draft(slots),
     )
     # The host reads the output after the next step has taken the slots' buffers.

@@ -21,6 +21,7 @@ import specjax
 from specjax import Engine, SamplingParams, SpeculativeConfig
 from specjax.decode.memory import MemoryNeeds, devices_of
 from specjax.decode.metrics import Metrics
+from specjax.decode.token_info import TokenInfo
 from specjax.engine import slots
 from specjax.engine.engine import resolve_speculation
 from specjax.engine.prefill_batch import PrefillBatch
@@ -642,7 +643,7 @@ def test_a_text_ends_once_if_another_thread_aborts_it_meanwhile(is_added_first):
 
     request = Request([0], 9, StoppedText(Slow(), [0], ("da",)), None)
     ones, metrics = np.ones((1, 2), np.int8), Metrics(*np.zeros((len(Metrics._fields), 1)))
-    output = StepOutput(np.array([[1, 3]]), [2], ones, ones, [0], metrics, None, None)
+    output = StepOutput(np.array([[1, 3]]), [2], ones, ones, [0], metrics, TokenInfo(), None)
     calls = [lambda: request.end("aborted"), lambda: request.add(output, 0)]
     if not is_added_first:
         calls.reverse()

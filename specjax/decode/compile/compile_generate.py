@@ -25,7 +25,6 @@ from specjax.decode.compile.saved_programs import (
 from specjax.decode.drafters import Drafter, Models
 from specjax.decode.generate import Generation, loop_in_place, take_first_requests
 from specjax.decode.kinds import kinds_of
-from specjax.decode.logprobs import TopLogprobs
 from specjax.decode.memory import check_memory
 from specjax.decode.metrics import Metrics
 from specjax.decode.options import LoopOptions, check_capacity
@@ -38,6 +37,7 @@ from specjax.decode.request_batch import (
 )
 from specjax.decode.state import RequestBatch, Settings
 from specjax.decode.target_step import vocabulary_size
+from specjax.decode.token_info import check_token_info, empty_token_info
 from specjax.devices.placement import replicate, with_auto_axes
 from specjax.file_io import JsonObject
 from specjax.processing.sampling_params import FIELDS, SamplingParams
@@ -264,8 +264,9 @@ def load_compiled(path: str | os.PathLike[str]) -> CompiledGenerate:
             "it here."
         ) from None
     # Only the structure of what the programs return matters here, so that names stand for arrays.
-    listed = None if options.num_logprobs is None else TopLogprobs._make(TopLogprobs._fields)
-    texts = Generation._make([*Generation._fields[:5], Metrics._make(Metrics._fields), listed])
+    listed = jax.eval_shape(lambda: empty_token_info(check_token_info(options), ()))
+    metrics = Metrics._make(Metrics._fields)
+    texts = Generation._make([*Generation._fields[:5], metrics, *listed])
     programs = [load_program(*each) for each in zip(saved, (0, None, None), strict=True)]
     programs[-1] = functools.partial(_run_loaded, programs[-1], texts)
     return CompiledGenerate(
