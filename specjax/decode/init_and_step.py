@@ -148,6 +148,8 @@ def step(
             f"begun {'with' if has_rates else 'without'} acceptance rates, which it keeps; step "
             "needs the config of init."
         )
+    if state.settings.token_info is not None:
+        state.settings.token_info.check_rule(config)
     size = state.lengths.shape[0]
     sampling = with_row_masks(state.settings.sampling, allowed, size, k + 1)
     state = state._replace(settings=state.settings._replace(sampling=sampling))

@@ -58,6 +58,10 @@ class LoopOptions:
         log-probability, a Python int in [0, V]. None lists none.
       logprobs_mode: "raw" lists the model's distribution at temperature 1, "processed" the
         distribution that was sampled from. `Generation.logprobs` are always of the second.
+      max_kept_tokens: M, most ids listed of the tokens that could be sampled in the place of each
+        generated token, a Python int in [1, V]. The sets are what a trainer needs for an importance
+        ratio; see `KeptTokens`. `generate` refuses a set of more tokens, and an engine gives its
+        mask. None lists none. Rules that are not exact refuse it.
       implementation: of verification, cutoffs and drafts, as in `rejection_sample`. A name is
         passed to `drafter.propose` too. A model chooses the kernels of its own layers.
 
@@ -75,6 +79,7 @@ class LoopOptions:
     prefill_chunk_size: int | None = None
     num_logprobs: int | None = None
     logprobs_mode: str = "raw"
+    max_kept_tokens: int | None = None
     implementation: str | Implementation | None = None
 
 

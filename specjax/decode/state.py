@@ -15,6 +15,7 @@ from specjax.decode.logprobs import TopLogprobs
 from specjax.decode.metrics import Metrics
 from specjax.decode.token_info import TokenInfo, TokenInfoConfig
 from specjax.processing.history import History
+from specjax.processing.kept_tokens import KeptTokens
 from specjax.processing.sampling_params import SamplingParams
 from specjax.processing.token_counts import TokenCounts
 from specjax.types import Draft, Verification
@@ -84,6 +85,8 @@ class DecodeState(NamedTuple):
         none are listed.
       draft_history: `DraftHistory` of the requests; None if K is fixed.
       grammar_state: i32[B], the state of the grammar after the committed tokens; None without one.
+      kept_tokens: `KeptTokens` [B, S, ...] of the generated tokens, 0 and -1 elsewhere; None if
+        none are listed.
     """
 
     token_ids: jax.Array
@@ -100,6 +103,7 @@ class DecodeState(NamedTuple):
     top_logprobs: TopLogprobs | None = None
     draft_history: DraftHistory | None = None
     grammar_state: jax.Array | None = None
+    kept_tokens: KeptTokens | None = None
 
     @property
     def history(self) -> History:

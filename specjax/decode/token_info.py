@@ -15,6 +15,7 @@ import jax
 import jax.export
 import jax.numpy as jnp
 
+from specjax.config import SpeculativeConfig
 from specjax.decode.logprobs import (
     LogprobsConfig,
     TopLogprobs,
@@ -24,6 +25,7 @@ from specjax.decode.logprobs import (
     list_top_logprobs,
 )
 from specjax.decode.options import LoopOptions
+from specjax.processing.kept_tokens import KeptTokens, check_max_kept, empty_kept, list_kept
 
 __all__ = [
     "TokenInfo",
@@ -40,9 +42,11 @@ class TokenInfo(NamedTuple):
 
     Attributes:
       top_logprobs: `TopLogprobs` [B, L, ...].
+      kept_tokens: `KeptTokens` [B, L, ...].
     """
 
     top_logprobs: TopLogprobs | None = None
+    kept_tokens: KeptTokens | None = None
 
     def at(self, *index: int) -> "TokenInfo":
         """Returns copies of one token's values, of NumPy arrays."""
@@ -56,10 +60,12 @@ class TokenInfoConfig:
 
     Attributes:
       logprobs: which log-probabilities, or None.
+      max_kept: most ids of its kept set; None if kept sets are not listed.
       by_step: whether a host reads the values of each step, so that the state stores none.
     """
 
     logprobs: LogprobsConfig | None
+    max_kept: int | None = None
     by_step: bool = False
 
     @property
@@ -71,12 +77,32 @@ class TokenInfoConfig:
         """Refuses to list more tokens than the vocabulary has."""
         if self.logprobs is not None:
             check_num_listed("num_logprobs", self.logprobs.num, vocab_size)
+        if self.max_kept is not None:
+            check_max_kept("max_kept_tokens", self.max_kept, vocab_size)
+
+    def check_rule(self, config: SpeculativeConfig) -> None:
+        """Refuses kept sets where a token may be emitted that its row does not decide."""
+        method = config.rejection_sample_method
+        if self.max_kept is not None and (config.rule is not None or method == "synthetic"):
+            name = "a rule" if config.rule is not None else f"rejection_sample_method {method!r}"
+            raise ValueError(
+                f"max_kept_tokens is {self.max_kept}, and config has {name}; what that emits does "
+                "not follow the target's row, so that no kept set is that of the token. Kept "
+                'tokens need "standard", "block" or "coupled".'
+            )
 
 
-def check_token_info(options: LoopOptions) -> TokenInfoConfig | None:
+def check_token_info(options: LoopOptions, config: SpeculativeConfig) -> TokenInfoConfig | None:
     """Returns what options list of each emitted token, None if nothing; or refuses them."""
     logprobs = check_logprobs_config(options.num_logprobs, options.logprobs_mode)
-    return None if logprobs is None else TokenInfoConfig(logprobs)
+    max_kept = options.max_kept_tokens
+    if max_kept is not None:
+        max_kept = check_max_kept("max_kept_tokens", max_kept)
+    if (logprobs, max_kept) == (None, None):
+        return None
+    listed = TokenInfoConfig(logprobs, max_kept)
+    listed.check_rule(config)
+    return listed
 
 
 def for_host(config: TokenInfoConfig | None) -> TokenInfoConfig | None:
@@ -88,7 +114,8 @@ def empty_token_info(config: TokenInfoConfig | None, shape: tuple[int, ...]) -> 
     """Returns the buffers of a state before the first token; empty if it stores nothing."""
     if config is None or config.by_step:
         return TokenInfo()
-    return TokenInfo(empty_logprobs(config.logprobs, shape))
+    kept = None if config.max_kept is None else empty_kept(shape, config.max_kept)
+    return TokenInfo(empty_logprobs(config.logprobs, shape), kept)
 
 
 def list_rows(
@@ -109,24 +136,16 @@ def list_rows(
       cutoff: f32[B, R], or None.
       temperature: f32[B].
     """
-    return TokenInfo(_list_logprobs(config, token_ids, raw_logits, logits, cutoff, temperature))
-
-
-def _list_logprobs(
-    config: TokenInfoConfig,
-    token_ids: jax.Array,
-    raw_logits: jax.Array | None,
-    logits: jax.Array,
-    cutoff: jax.Array | None,
-    temperature: jax.Array,
-) -> TopLogprobs | None:
-    if config.logprobs is None:
-        return None
-    num = config.logprobs.num
-    if raw_logits is not None:
-        return list_top_logprobs(raw_logits, token_ids, jnp.float32(1), None, n=num)
-    # A token below the cutoff is not sampled: its probability is 0.
-    return list_top_logprobs(logits, token_ids, temperature, cutoff, n=num)
+    top = kept = None
+    if config.logprobs is not None and raw_logits is not None:
+        one = jnp.float32(1)
+        top = list_top_logprobs(raw_logits, token_ids, one, None, n=config.logprobs.num)
+    elif config.logprobs is not None:
+        # A token below the cutoff is not sampled: its probability is 0.
+        top = list_top_logprobs(logits, token_ids, temperature, cutoff, n=config.logprobs.num)
+    if config.max_kept is not None:
+        kept = list_kept(logits, temperature, cutoff, max_kept=config.max_kept)
+    return TokenInfo(top, kept)
 
 
 def _serialize(fields: Any) -> bytes:

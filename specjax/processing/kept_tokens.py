@@ -28,7 +28,14 @@ from specjax.checks import as_array, check_count, check_logits, check_shape, par
 from specjax.core.logsumexp import mask_below_cutoff
 from specjax.core.temperature import parse_temperature
 
-__all__ = ["KeptTokens", "check_max_kept", "kept_logprobs", "kept_tokens", "list_kept"]
+__all__ = [
+    "KeptTokens",
+    "check_max_kept",
+    "empty_kept",
+    "kept_logprobs",
+    "kept_tokens",
+    "list_kept",
+]
 
 _BITS_PER_WORD = 32
 
@@ -184,6 +191,12 @@ def list_kept(
     if with_mask:
         mask = jnp.where(parsed.greedy[..., None], _one_hot_words(words, ids[..., :1]), words)
     return KeptTokens(num_kept, jnp.where(is_listed, ids, jnp.int32(-1)), mask)
+
+
+def empty_kept(shape: tuple[int, ...], max_kept: int) -> KeptTokens:
+    """Returns `KeptTokens` of a batch's buffers before the first token."""
+    num_kept = jnp.zeros(shape, jnp.int32)
+    return KeptTokens(num_kept, jnp.full((*shape, max_kept), -1, jnp.int32))
 
 
 def kept_logprobs(

@@ -9,12 +9,13 @@ import specjax
 from specjax.decode import token_info
 
 
-@pytest.mark.parametrize("num_logprobs", [None, 3])
-def test_a_config_travels_through_an_export(num_logprobs):
-    asked = token_info.check_token_info(specjax.LoopOptions(num_logprobs=num_logprobs))
+@pytest.mark.parametrize("options", [{}, {"num_logprobs": 2, "max_kept_tokens": 4}])
+def test_a_config_travels_through_an_export(options):
+    config = specjax.SpeculativeConfig()
+    asked = token_info.check_token_info(specjax.LoopOptions(**options), config)
 
     def run(asked, x):
-        return x * (3 if asked is None else asked.logprobs.num), asked
+        return x * (3 if asked is None else asked.max_kept - 1), asked
 
     exported = jax.export.export(jax.jit(run))(asked, jnp.ones(2))
     again = jax.export.deserialize(exported.serialize())

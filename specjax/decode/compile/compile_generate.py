@@ -23,7 +23,12 @@ from specjax.decode.compile.saved_programs import (
     write_programs,
 )
 from specjax.decode.drafters import Drafter, Models
-from specjax.decode.generate import Generation, loop_in_place, take_first_requests
+from specjax.decode.generate import (
+    Generation,
+    check_kept_sets,
+    loop_in_place,
+    take_first_requests,
+)
 from specjax.decode.kinds import kinds_of
 from specjax.decode.memory import check_memory
 from specjax.decode.metrics import Metrics
@@ -126,6 +131,7 @@ class CompiledGenerate:
         with explain_out_of_memory(models, *filled.token_ids.shape):
             state = with_auto_axes(prefill, placement, models, filled, like=keys)
             generation, _ = with_auto_axes(run, placement, models, state, like=keys)
+        check_kept_sets(generation, self.vocab_size)
         return take_first_requests(generation, self.batch_size)
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -264,7 +270,7 @@ def load_compiled(path: str | os.PathLike[str]) -> CompiledGenerate:
             "it here."
         ) from None
     # Only the structure of what the programs return matters here, so that names stand for arrays.
-    listed = jax.eval_shape(lambda: empty_token_info(check_token_info(options), ()))
+    listed = jax.eval_shape(lambda: empty_token_info(check_token_info(options, config), ()))
     metrics = Metrics._make(Metrics._fields)
     texts = Generation._make([*Generation._fields[:5], metrics, *listed])
     programs = [load_program(*each) for each in zip(saved, (0, None, None), strict=True)]
