@@ -48,6 +48,14 @@ class TokenInfo(NamedTuple):
     top_logprobs: TopLogprobs | None = None
     kept_tokens: KeptTokens | None = None
 
+    def split_masks(self) -> tuple["TokenInfo", jax.Array | None]:
+        """Returns the values without the masks of kept sets, and the masks, or None."""
+        if self.kept_tokens is None:
+            return self, None
+        return self._replace(
+            kept_tokens=self.kept_tokens._replace(mask=None)
+        ), self.kept_tokens.mask
+
     def at(self, *index: int) -> "TokenInfo":
         """Returns copies of one token's values, of NumPy arrays."""
         copied: TokenInfo = jax.tree.map(lambda values: values[index].copy(), self)
@@ -61,7 +69,8 @@ class TokenInfoConfig:
     Attributes:
       logprobs: which log-probabilities, or None.
       max_kept: most ids of its kept set; None if kept sets are not listed.
-      by_step: whether a host reads the values of each step, so that the state stores none.
+      by_step: whether a host reads the values of each step, so that the state stores none. Kept
+        sets then have masks.
     """
 
     logprobs: LogprobsConfig | None
@@ -144,7 +153,8 @@ def list_rows(
         # A token below the cutoff is not sampled: its probability is 0.
         top = list_top_logprobs(logits, token_ids, temperature, cutoff, n=config.logprobs.num)
     if config.max_kept is not None:
-        kept = list_kept(logits, temperature, cutoff, max_kept=config.max_kept)
+        sizes = {"max_kept": config.max_kept, "with_mask": config.by_step}
+        kept = list_kept(logits, temperature, cutoff, **sizes)
     return TokenInfo(top, kept)
 
 

@@ -15,6 +15,7 @@ from specjax.decode.matchers import MatchedText
 from specjax.decode.metrics import Metrics
 from specjax.engine.slots import StepOutput
 from specjax.engine.stop_strings import StoppedText
+from specjax.processing.kept_tokens import KeptTokens
 
 __all__ = ["FinishReason", "PROGRAM_EXITS", "Piece", "Request", "Stepper", "describe"]
 
@@ -91,6 +92,8 @@ class Request:
       logprobs: log-probability of each, of the distribution that it was sampled from.
       origins: one of `Origin` for each.
       top_logprobs: a `TopLogprobs` of NumPy arrays for each; empty unless the engine lists them.
+      kept_tokens: a `KeptTokens` of NumPy arrays for each, with a mask where the set has more
+        tokens than ids; empty unless the engine lists them.
       text: the text of `token_ids` up to a stop string; None without a tokenizer.
       finish_reason: None while the request goes on, else one of `FinishReason`.
       error: a sentence why the request was refused, or which error ended it; else None.
@@ -109,6 +112,7 @@ class Request:
         self.logprobs: list[float] = []
         self.origins: list[int] = []
         self.top_logprobs: list[TopLogprobs] = []
+        self.kept_tokens: list[KeptTokens] = []
         self.finish_reason: str | None = None
         self.error: str | None = None
         self._max_new_tokens = max_new_tokens
@@ -243,9 +247,11 @@ class Request:
             token_id = int(output.token_ids[slot, i])
             self.logprobs.append(float(output.logprobs[slot, i]))
             self.origins.append(int(output.origins[slot, i]))
-            info = output.token_info.at(slot, i)
+            info = output.info_at(slot, i)
             if info.top_logprobs is not None:
                 self.top_logprobs.append(info.top_logprobs)
+            if info.kept_tokens is not None:
+                self.kept_tokens.append(info.kept_tokens)
             self.token_ids.append(token_id)
             if self._text is not None:
                 with self._contain_errors(FinishReason.TOKENIZER_ERROR):

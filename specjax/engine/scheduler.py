@@ -40,7 +40,7 @@ from specjax.engine.prefill_batch import PrefillBatch
 from specjax.engine.programs import Programs
 from specjax.engine.queue import ParkedRequest, QueueEntry, WaitingQueue
 from specjax.engine.request import PROGRAM_EXITS, FinishReason, Request, describe
-from specjax.engine.slots import StepOutput
+from specjax.engine.slots import StepOutput, read_output, without_masks
 
 __all__ = ["DispatchedStep", "Scheduler", "delayed_interrupts"]
 
@@ -210,7 +210,7 @@ class Scheduler:
                 )
             max_in_flight = self._dispatch_next()
             while (step := self._oldest_step(max_in_flight)) is not None:
-                self._deliver(step, jax.device_get(step.output))
+                self._deliver(step, read_output(step.output))
             return self._is_busy()
 
     async def take_step_async(self) -> bool:
@@ -221,7 +221,7 @@ class Scheduler:
                 with self._step_lock:
                     max_in_flight = self._dispatch_next()
                 while (step := self._oldest_step(max_in_flight)) is not None:
-                    output = await asyncio.to_thread(jax.device_get, step.output)
+                    output = await asyncio.to_thread(read_output, step.output)
                     with self._step_lock:
                         self._deliver(step, output)
                 with self._step_lock:
@@ -264,7 +264,7 @@ class Scheduler:
     def _deliver_masked_steps(self) -> None:
         """Delivers steps with matchers that an interrupted round left in flight."""
         while any(_has_matchers(step.occupants) for step in self._in_flight):
-            self._deliver(self._in_flight[0], jax.device_get(self._in_flight[0].output))
+            self._deliver(self._in_flight[0], read_output(self._in_flight[0].output))
 
     def _drop_aborted(self) -> None:
         """Removes aborted requests from the queue and from the batch of prompts."""
@@ -362,7 +362,7 @@ class Scheduler:
         self._in_flight.append(DispatchedStep(output, list(self._occupants)))
         self.num_steps += 1
         self.num_occupied += self._count_occupied()
-        for leaf in jax.tree.leaves(output):
+        for leaf in jax.tree.leaves(without_masks(output)):
             leaf.copy_to_host_async()
 
     @delayed_interrupts()

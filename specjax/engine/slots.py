@@ -41,11 +41,13 @@ __all__ = [
     "new_caches",
     "prefill_chunk",
     "put",
+    "read_output",
     "release",
     "slot_axes",
     "slot_bytes",
     "step_slots",
     "take",
+    "without_masks",
 ]
 
 _State = TypeVar("_State")
@@ -103,6 +105,8 @@ class StepOutput(NamedTuple):
       metrics: `Metrics` of the requests so far.
       token_info: what is listed of each, [B, K + 1, ...].
       drafted: i32[B, K], the pending draft, -1 after its end; None unless a host masks rows.
+      masks: u32[B, K + 1, ceil(V / 32)] of the kept sets in `token_info`; None if none are listed.
+        They stay on the device unless a set has more tokens than ids: see `read_output`.
     """
 
     token_ids: jax.Array
@@ -113,6 +117,32 @@ class StepOutput(NamedTuple):
     metrics: Metrics
     token_info: TokenInfo
     drafted: jax.Array | None
+    masks: jax.Array | None = None
+
+    def info_at(self, slot: int, index: int) -> TokenInfo:
+        """Returns what is listed of one token, of NumPy arrays; its kept set with a mask if due."""
+        info = self.token_info.at(slot, index)
+        kept = info.kept_tokens
+        if kept is None or self.masks is None or kept.is_complete():
+            return info
+        return info._replace(kept_tokens=kept._replace(mask=self.masks[slot, index].copy()))
+
+
+def without_masks(output: StepOutput) -> StepOutput:
+    """Returns the part of an output that a host reads of every step."""
+    return output._replace(masks=None)
+
+
+def read_output(output: StepOutput) -> StepOutput:
+    """Returns a step's output as NumPy arrays; its masks only if a committed token needs one."""
+    on_host: StepOutput = jax.device_get(without_masks(output))
+    kept = on_host.token_info.kept_tokens
+    if kept is None or output.masks is None:
+        return on_host
+    is_new = np.arange(kept.num_kept.shape[1]) < np.asarray(on_host.num_tokens)[:, None]
+    if not np.any(is_new & ~np.asarray(kept.is_complete())):
+        return on_host
+    return on_host._replace(masks=jax.device_get(output.masks))
 
 
 # Caches of a prompt -------------------------------------------------------------------------------
@@ -263,6 +293,7 @@ def step_slots(
     def gather(buffer: jax.Array) -> jax.Array:
         return jax.vmap(lambda row, at: row[at])(buffer, index)
 
+    listed, masks = info.token_info.split_masks()
     output = StepOutput(
         token_ids=gather(slots.token_ids),
         num_tokens=slots.lengths - before,
@@ -270,8 +301,9 @@ def step_slots(
         origins=gather(slots.origins),
         finish=slots.finish,
         metrics=slots.metrics,
-        token_info=info.token_info,
+        token_info=listed,
         drafted=None if allowed is None else _pending_draft(slots),
+        masks=masks,
     )
     # The host reads the output after the next step has taken the slots' buffers.
     return slots, _with_own_buffers(output)
