@@ -183,7 +183,8 @@ def list_kept(
     slots = _iota((*leading, max_kept))
     word_of_slot = _first_above(ends, slots)
     word, end, count = (
-        jnp.take_along_axis(x, word_of_slot, axis=-1) for x in (words, ends, counts)
+        jnp.take_along_axis(x, word_of_slot, axis=-1, mode="promise_in_bounds")
+        for x in (words, ends, counts)
     )
     ids = word_of_slot * _BITS_PER_WORD + _nth_set_bit(word, slots - (end - count))
     is_listed = (slots < num_kept[..., None]) & (num_kept != vocab_size)[..., None]
@@ -325,7 +326,8 @@ def _first_above(ends: jax.Array, targets: jax.Array) -> jax.Array:
     low, high = jnp.zeros_like(targets), jnp.full_like(targets, width - 1)
     for _ in range((width - 1).bit_length()):
         middle = (low + high) // 2
-        is_above = jnp.take_along_axis(ends, middle, axis=-1) > targets
+        reached = jnp.take_along_axis(ends, middle, axis=-1, mode="promise_in_bounds")
+        is_above = reached > targets
         low, high = jnp.where(is_above, low, middle + 1), jnp.where(is_above, middle, high)
         low = jnp.minimum(low, high)
     return low
