@@ -135,4 +135,4 @@ def cut_kept(
     for row, (start, text) in enumerate(zip(starts, tokens, strict=True)):
         num_kept[row, : text.size] = kept.num_kept[row, start : start + text.size]
         token_ids[row, : text.size] = kept.token_ids[row, start : start + text.size]
-    return KeptTokens(num_kept, token_ids)  # type: ignore[arg-type]
+    return KeptTokens._make([num_kept, token_ids, None])

@@ -36,6 +36,9 @@ __all__ = [
     "head_folders",
     "interpreted",
     "json_schemas",
+    "kept_requests",
+    "kept_sets",
+    "kept_texts",
     "kernel_configs",
     "laws",
     "logprobs",
@@ -121,6 +124,9 @@ group_lookup = _of("contrib/tunix/test_group_lookup.py")
 head_folders = _of("models/test_head_folders.py")
 interpreted = _of("pallas/test_verify.py")
 json_schemas = _of("contrib/grammars/test_json_schema.py")
+kept_requests = _of("engine/test_kept_requests.py")
+kept_sets = _of("processing/test_kept_tokens.py")
+kept_texts = _of("decode/test_kept_texts.py")
 kernel_configs = _of("pallas/test_kernel_config.py")
 laws = _of("laws/test_laws.py")
 logprobs = _of("decode/test_logprobs.py")
