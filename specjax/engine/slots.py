@@ -121,6 +121,8 @@ class StepOutput(NamedTuple):
 
     def info_at(self, slot: int, index: int) -> TokenInfo:
         """Returns what is listed of one token, of NumPy arrays; its kept set with a mask if due."""
+        if not any(self.token_info):  # The usual case, of every token of a step.
+            return self.token_info
         info = self.token_info.at(slot, index)
         kept = info.kept_tokens
         if kept is None or self.masks is None or kept.is_complete():
