@@ -12,7 +12,7 @@ import pytest
 from machine import has_gpu
 
 import specjax
-from specjax import LoopOptions, SamplingParams, SpeculativeConfig
+from specjax import LoopOptions, SpeculativeConfig
 from specjax.models import TransformerConfig, build
 
 # Flax promotes ranks in its layers.
