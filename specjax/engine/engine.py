@@ -144,12 +144,13 @@ class Engine:
         self,
         prompt: Any,
         *,
-        key: jax.Array,
+        key: jax.Array | None = None,
+        seed: int | None = None,
         max_new_tokens: int | None = None,
         temperature: Any = 1.0,
         eos_token_ids: Any = (),
         sampling: SamplingParams | None = None,
-        stop: str | Iterable[str] = (),
+        stop: str | Iterable[str] | None = (),
         matcher: Matcher | None = None,
     ) -> Request:
         """Puts a request at the end of the queue.
@@ -159,14 +160,17 @@ class Engine:
 
         Args:
           prompt: a list of ids, or i32[P].
-          key: a typed threefry key, ().
+          key: a typed threefry key, (). The tokens follow from it; None if `seed` is given.
+          seed: a Python int in [-2**63, 2**63), in place of `key`. The key's two words are the high
+            and the low 32 bits of seed modulo 2**64. For seeds in [0, 2**32) it is
+            `jax.random.key(seed, impl="threefry2x32")`.
           max_new_tokens: most tokens generated, a Python int >= 1. None is as many as
             `max_length` has room for.
           temperature: a number >= 0. Below 1e-5 the request is greedy.
           eos_token_ids: int, ints or i32[E], tokens that end the request; at most 16. They are
             committed.
           sampling: `SamplingParams` of this request: fields that the engine was made with.
-          stop: strings that end the request. Its text ends before the first of them.
+          stop: strings that end the request. Its text ends before the first of them. None is none.
           matcher: a `Matcher` that has read nothing; it masks each next token. From now
             on it belongs to the request. `eos_token_ids` are the tokens by which it ends a text.
 
@@ -190,7 +194,7 @@ class Engine:
           "the prompt has token 7; the target's vocabulary has 2 tokens."
         """
         submission = Submission(
-            prompt, key, max_new_tokens, temperature, eos_token_ids, sampling, stop, matcher
+            prompt, key, max_new_tokens, temperature, eos_token_ids, sampling, stop, matcher, seed
         )
         return self._enqueue(submission, [-1])[0]
 
@@ -199,12 +203,13 @@ class Engine:
         num_samples: int,
         prompt: Any,
         *,
-        key: jax.Array,
+        key: jax.Array | None = None,
+        seed: int | None = None,
         max_new_tokens: int | None = None,
         temperature: Any = 1.0,
         eos_token_ids: Any = (),
         sampling: SamplingParams | None = None,
-        stop: str | Iterable[str] = (),
+        stop: str | Iterable[str] | None = (),
         matcher: None = None,
     ) -> list[Request]:
         """Puts several requests of one prompt at the end of the queue; the prompt is read once.
@@ -213,6 +218,7 @@ class Engine:
           num_samples: a Python int >= 1.
           prompt: as in `submit`.
           key: as in `submit`. Sample i has the key `jax.random.fold_in(key, i)`.
+          seed: as in `submit`.
           max_new_tokens: as in `submit`.
           temperature: as in `submit`.
           eos_token_ids: as in `submit`.
@@ -241,7 +247,7 @@ class Engine:
             raise ValueError("matcher is given, and reads one text; submit each sample by itself.")
         num_samples = check_count("num_samples", num_samples, 1, "the requests of one prompt")
         submission = Submission(
-            prompt, key, max_new_tokens, temperature, eos_token_ids, sampling, stop
+            prompt, key, max_new_tokens, temperature, eos_token_ids, sampling, stop, seed=seed
         )
         return self._enqueue(submission, range(num_samples))
 

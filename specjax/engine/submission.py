@@ -7,10 +7,12 @@ has ended as "refused".
 """
 
 import math
+import operator
 from collections.abc import Iterable
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from specjax.checks import as_array, check_count, check_keys, parse_array, parse_ids
@@ -33,6 +35,7 @@ __all__ = [
 
 # Most stop ids of a request. Requests with fewer are padded, so that one program serves all.
 MAX_STOP_IDS = 16
+_NOISE = "{}; a request needs one of them, from which its noise follows."
 
 
 class EngineLimits(NamedTuple):
@@ -57,13 +60,14 @@ class Submission(NamedTuple):
     """Arguments of `Engine.submit`, unchecked."""
 
     prompt: object
-    key: jax.Array
+    key: jax.Array | None
     max_new_tokens: int | None = None
     temperature: object = 1.0
     eos_token_ids: object = ()
     sampling: SamplingParams | None = None
-    stop: str | Iterable[str] = ()
+    stop: str | Iterable[str] | None = ()
     matcher: Matcher | None = None
+    seed: int | None = None
 
 
 class CheckedRequest(NamedTuple):
@@ -100,7 +104,7 @@ def check_request(submission: Submission, limits: EngineLimits) -> CheckedReques
         max_length = min(max_length, ids.size + max_new_tokens)
     settings = RequestSettings(
         sample=np.int32(-1),
-        keys=_check_key(submission.key),
+        keys=_check_key(submission.key, submission.seed),
         temperature=_check_temperature(submission.temperature),
         prompt_lengths=np.int32(ids.size),
         max_lengths=np.int32(max_length),
@@ -162,10 +166,34 @@ def _check_prompt(
     return ids.astype(np.int32), None
 
 
-def _check_key(key: jax.Array) -> jax.Array:
+def _check_key(key: jax.Array | None, seed: int | None) -> jax.Array:
+    """Returns the key, or the one that `seed` makes:
+
+        [seed >> 32, seed & 0xffffffff]    u32[2], of seed modulo 2 ** 64
+
+    `jax.random.key(seed)` is this key with 64-bit types; without, it drops the high word.
+    """
+    if key is None:
+        if seed is None:
+            raise ValueError(_NOISE.format("neither key nor seed is given"))
+        number = _check_seed(seed) % 2**64
+        words = np.array([number >> 32, number % 2**32], np.uint32)
+        return jax.random.wrap_key_data(jnp.asarray(words), impl="threefry2x32")
+    if seed is not None:
+        raise ValueError(_NOISE.format("key and seed are both given"))
     if getattr(key, "shape", ()) != ():
         raise ValueError(f"key has shape {key.shape}; a request needs one key, ().")
     return check_keys(key, 1, "key")
+
+
+def _check_seed(seed: int) -> int:
+    try:
+        number = operator.index(seed)
+    except TypeError:
+        number = None
+    if number is None or isinstance(seed, bool) or not -(2**63) <= number < 2**63:
+        raise ValueError(f"seed is {seed!r}; it needs a Python int in [-2**63, 2**63).")
+    return number
 
 
 def _check_temperature(value: object) -> np.ndarray:
@@ -228,7 +256,8 @@ def _check_sampling(
     The grammar is left out: requests share the engine's.
 
     Raises:
-      ValueError: for a field that the engine was not made with, or one of another shape.
+      ValueError: for a field that the engine was not made with, one of another shape, and a value
+        out of its range.
     """
     if isinstance(sampling, SamplingParams) and sampling.grammar is not None:
         raise ValueError(
@@ -247,6 +276,15 @@ def _check_sampling(
                 "with the value of requests that do not set it."
             )
         fields[name] = _check_field(name, value, fields[name])
+    for name, value in fields.items():
+        _check_range(name, value)
+    if defaults is not None and "grammar_state" in fields:
+        num_states = len(defaults.grammar.next_states)
+        if fields["grammar_state"] >= num_states:
+            raise ValueError(
+                f"sampling.grammar_state is {fields['grammar_state']}; the engine's grammar has "
+                f"the states 0 to {num_states - 1}, and -1 is no grammar."
+            )
     return SamplingParams(**fields) if fields else None
 
 
@@ -262,3 +300,16 @@ def _check_field(name: str, value: np.ndarray, default: np.ndarray) -> np.ndarra
             f"{default.dtype}{list(default.shape)}, and all requests need that."
         )
     return value
+
+
+def _check_range(name: str, value: np.ndarray) -> None:
+    """Refuses a number out of the range of its field, and a bias that is no number."""
+    field = FIELDS[name]
+    if field.parse is not None:
+        if name == "bias" and np.isnan(value).any():
+            token = int(np.argmax(np.isnan(value)))
+            raise ValueError(f"sampling.bias is nan at token {token}; it needs numbers.")
+        return
+    is_in_range = np.isfinite(value) and field.lowest <= value <= field.highest
+    if not is_in_range or (field.is_positive and value <= 0):
+        raise ValueError(f"sampling.{name} is {value}; it needs {field.needed}.")
