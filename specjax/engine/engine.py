@@ -1,6 +1,7 @@
 """`Engine`: the public class, and the choices that it makes when it is made."""
 
 import dataclasses
+import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -26,6 +27,7 @@ from specjax.engine.submission import (
     EngineLimits,
     Submission,
     check_request,
+    check_timeout,
     drop_batch_axis,
     make_request,
 )
@@ -180,7 +182,8 @@ class Engine:
         Raises:
           ValueError: for an argument of another type, shape or range.
           queue.Full: if `max_waiting` requests wait.
-          RuntimeError: if the engine is closed, or has lost the device's arrays of its requests.
+          RuntimeError: if the engine is closed or drains, or has lost the device's arrays of its
+            requests.
 
         Example:
           >>> from specjax.markov_chain import markov_chain
@@ -282,11 +285,19 @@ class Engine:
         self._scheduler.queue.check_open()
         return self._scheduler.preempt(request, drops_cache)
 
-    def close(self) -> None:
+    def close(self, *, drain: bool = False, timeout: float | None = None) -> None:
         """Ends all requests as "aborted", and frees the memory of the slots.
 
         `with engine:` closes the engine, too. Later calls of `submit`, `preempt`, `step` and `run`
         raise `RuntimeError`.
+
+        Args:
+          drain: whether the engine runs first until every request has ended. `submit` raises
+            `RuntimeError` meanwhile.
+          timeout: most seconds that it runs, a number > 0; None is without end.
+
+        Raises:
+          ValueError: for a timeout that is no number > 0.
 
         Example:
           >>> from specjax.markov_chain import markov_chain
@@ -297,7 +308,18 @@ class Engine:
           >>> request.finish_reason
           'aborted'
         """
+        seconds = check_timeout(timeout)
+        if check_flag("drain", drain):
+            self._scheduler.queue.drain()
+            end = time.monotonic() + seconds
+            while not self.is_closed and self.step() and time.monotonic() < end:
+                pass
         self._scheduler.close()
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the engine is closed, by `close` or by an error."""
+        return self._scheduler.queue.closed_reason is not None
 
     def __enter__(self) -> "Engine":
         return self

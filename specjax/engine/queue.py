@@ -209,6 +209,8 @@ class WaitingQueue:
       lock: held while the order of entries changes, or who waits in one; reentrant, because methods
         that take it call each other.
       closed_reason: a sentence why the engine is closed and nothing may be put in, or None.
+      cause: the error that closed the engine, or None.
+      is_draining: whether nothing more may be put in, while what waits goes on.
     """
 
     def __init__(self, max_waiting: int) -> None:
@@ -218,16 +220,23 @@ class WaitingQueue:
         self._num_waiting = 0
         self.lock = threading.RLock()
         self.closed_reason: str | None = None
+        self.cause: BaseException | None = None
+        self.is_draining = False
 
     def check_open(self) -> None:
-        """Raises RuntimeError if the queue is closed."""
+        """Raises RuntimeError if the queue is closed, from the error that closed it."""
         if self.closed_reason is not None:
-            raise RuntimeError(self.closed_reason)
+            raise RuntimeError(self.closed_reason) from self.cause
 
-    def close(self, why: str) -> list[Request]:
+    def drain(self) -> None:
+        """Refuses requests from now on; those that wait go on."""
+        with self.lock:
+            self.is_draining = True
+
+    def close(self, why: str, cause: BaseException | None) -> list[Request]:
         """Closes the queue, and returns the requests that wait in it."""
         with self.lock:
-            self.closed_reason, waiting = why, self.waiting()
+            self.closed_reason, self.cause, waiting = why, cause, self.waiting()
             self._entries.clear()
         return waiting
 
@@ -254,9 +263,11 @@ class WaitingQueue:
 
         Raises:
           queue.Full: if too many would wait.
-          RuntimeError: if the queue is closed.
+          RuntimeError: if the queue is closed or drains.
         """
         self.check_open()
+        if self.is_draining:
+            raise RuntimeError("the engine drains: it takes no more requests; make another one.")
         if self._num_waiting + count <= self._max_waiting:
             return
         with self.lock:

@@ -15,8 +15,18 @@ from specjax.decode.matchers import MatchedText
 from specjax.decode.metrics import Metrics
 from specjax.engine.slots import StepOutput
 from specjax.engine.stop_strings import StoppedText
+from specjax.engine.usage import Usage
 
-__all__ = ["FinishReason", "PROGRAM_EXITS", "Piece", "Request", "Stepper", "describe"]
+__all__ = [
+    "FinishReason",
+    "PROGRAM_EXITS",
+    "Piece",
+    "Request",
+    "Stepper",
+    "StreamChunk",
+    "describe",
+    "openai_finish_reason",
+]
 
 
 class FinishReason:
@@ -31,6 +41,7 @@ class FinishReason:
     REFUSED = "refused"
     ABORTED = "aborted"
     ENGINE_ERROR = "engine_error"
+    TIMED_OUT = "timed_out"
 
 
 _FINISH_REASONS = {
@@ -38,6 +49,28 @@ _FINISH_REASONS = {
     Finish.END_OF_SEQUENCE: FinishReason.END_OF_SEQUENCE,
     Finish.INVALID: FinishReason.INVALID_LOGITS,
 }
+_OPENAI_FINISH_REASONS = {
+    FinishReason.LENGTH: "length",
+    FinishReason.END_OF_SEQUENCE: "stop",
+    FinishReason.STOP_STRING: "stop",
+}
+
+
+def openai_finish_reason(reason: str) -> str | None:
+    """Returns a `FinishReason` in the words of OpenAI's API, "stop" or "length".
+
+    Args:
+      reason: one of `FinishReason`.
+
+    Returns:
+      "stop" for "end_of_sequence" and "stop_string", "length" for "length". None for each other
+      reason: the text was cut off, and a server answers with an error.
+
+    Example:
+      >>> openai_finish_reason("stop_string"), openai_finish_reason("aborted")
+      ('stop', None)
+    """
+    return _OPENAI_FINISH_REASONS.get(reason)
 
 
 # Errors that ask the program to stop. A tokenizer or matcher that raises one is not at fault.
@@ -77,6 +110,33 @@ class Piece(NamedTuple):
 
     token_ids: list[int]
     text: str
+
+
+class StreamChunk(NamedTuple):
+    """What a request gained since the chunk before, and whether it has ended.
+
+    The lists have an entry for each new token. Exactly one chunk of a request, the last, has a
+    `finish_reason`.
+
+    Attributes:
+      token_ids: the new tokens.
+      text: the new text, which ends with a whole character; empty without a tokenizer.
+      logprobs: as `Request.logprobs`.
+      top_logprobs: as `Request.top_logprobs`; empty unless the engine lists them.
+      origins: as `Request.origins`.
+      finish_reason: one of `FinishReason` in the last chunk, else None.
+      error: a sentence which error ended the request, or None.
+      usage: counts of the request up to this chunk.
+    """
+
+    token_ids: list[int]
+    text: str
+    logprobs: list[float]
+    top_logprobs: list[TopLogprobs]
+    origins: list[int]
+    finish_reason: str | None
+    error: str | None
+    usage: Usage
 
 
 class Request:
@@ -143,6 +203,36 @@ class Request:
             return None
         metrics, slot = self._metrics
         return jax.tree.map(lambda count: np.asarray(count[slot]), metrics)
+
+    @property
+    def usage(self) -> Usage:
+        """The request's counts so far, in OpenAI's words."""
+        num_drafted = num_accepted = 0
+        if self._metrics is not None:
+            metrics, slot = self._metrics
+            num_drafted = int(metrics.num_drafted[slot].sum())
+            num_accepted = int(metrics.num_accepted[slot].sum())
+        num_tokens = len(self.prompt_token_ids), len(self.token_ids)
+        return Usage(*num_tokens, num_accepted, num_drafted - num_accepted)
+
+    def chunk_from(self, num_tokens: int, num_characters: int) -> StreamChunk:
+        """Returns all that the request has after its first tokens and characters, as of one moment.
+
+        Args:
+          num_tokens: tokens that were read before.
+          num_characters: characters of `text` that were read before.
+        """
+        with self._lock:
+            return StreamChunk(
+                self.token_ids[num_tokens:],
+                (self.text or "")[num_characters:],
+                self.logprobs[num_tokens:],
+                self.top_logprobs[num_tokens:],
+                self.origins[num_tokens:],
+                self.finish_reason,
+                self.error,
+                self.usage,
+            )
 
     def result(self) -> "Request":
         """Runs the engine until this request has ended, and returns it."""

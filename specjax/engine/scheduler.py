@@ -171,9 +171,11 @@ class Scheduler:
         return any(True for _ in self._unfinished()) or self.queue.has_waiting()
 
     @delayed_interrupts()
-    def abort(self, request: Request) -> None:
+    def abort(
+        self, request: Request, reason: str = FinishReason.ABORTED, error: str | None = None
+    ) -> None:
         """Ends a request; the next round drops its caches or vacates its slot."""
-        request.end(FinishReason.ABORTED)
+        request.end(reason, error)
         self._has_aborted = True
 
     def preempt(self, request: Request, drops_cache: bool) -> bool:
@@ -414,19 +416,26 @@ class Scheduler:
             if self.queue.closed_reason is None:
                 self._close(FinishReason.ABORTED, "the engine is closed; make another one.")
 
+    def fail(self, error: BaseException) -> None:
+        """Closes the engine as broken by an error of a step, unless it is closed."""
+        with self._step_lock:
+            if self.queue.closed_reason is None:
+                why = f"the engine is broken: a step raised {describe(error)}; make another one."
+                self._close(FinishReason.ENGINE_ERROR, why, error)
+
     @delayed_interrupts()
-    def _close(self, reason: str, why: str, error: str | None = None) -> None:
+    def _close(self, reason: str, why: str, cause: BaseException | None = None) -> None:
         """Closes the queue, ends all requests, and deletes the device's arrays.
 
         Args:
           reason: a `FinishReason`, of the requests.
-          why: a sentence, the `closed_reason` of the queue.
-          error: a sentence, the `error` of the requests, or None.
+          why: a sentence, the `closed_reason` of the queue, and with a cause the requests' `error`.
+          cause: the error that closes the engine, or None.
         """
         arrays = self._arrays()
         with self._calling_user_code():
-            for request in (*self._unfinished(), *self.queue.close(why)):
-                request.end(reason, error)
+            for request in (*self._unfinished(), *self.queue.close(why, cause)):
+                request.end(reason, None if cause is None else why)
         self._occupants = [None] * len(self._occupants)
         self._in_flight.clear()
         for leaf in jax.tree.leaves(arrays):
@@ -452,7 +461,7 @@ class Scheduler:
                         "the engine lost what the device held for its requests, when it raised "
                         f"{describe(error)}; make another one."
                     )
-                    self._close(FinishReason.ENGINE_ERROR, why, why)
+                    self._close(FinishReason.ENGINE_ERROR, why, error)
                     if not isinstance(error, PROGRAM_EXITS):
                         raise RuntimeError(why) from error
             raise

@@ -29,6 +29,7 @@ __all__ = [
     "MAX_STOP_IDS",
     "Submission",
     "check_request",
+    "check_timeout",
     "drop_batch_axis",
     "make_request",
 ]
@@ -138,6 +139,24 @@ def make_request(checked: CheckedRequest, limits: EngineLimits, stepper: Stepper
     if checked.error is not None:
         request.end(FinishReason.REFUSED, checked.error)
     return request
+
+
+def check_timeout(timeout: float | None) -> float:
+    """Returns a timeout in seconds; infinity for None.
+
+    Raises:
+      ValueError: for what is no number > 0.
+
+    Example:
+      >>> check_timeout(3), check_timeout(None)
+      (3.0, inf)
+    """
+    if timeout is None:
+        return math.inf
+    is_number = isinstance(timeout, int | float) and not isinstance(timeout, bool)
+    if not is_number or not timeout > 0:
+        raise ValueError(f"timeout is {timeout!r}; it needs seconds, a number > 0, or None.")
+    return float(timeout)
 
 
 def _check_prompt(
