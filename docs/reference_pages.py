@@ -47,7 +47,8 @@ PAGES = (
     (
         "Serve requests",
         "Requests that come at any time share one compiled step.",
-        """Engine Request FinishReason""",
+        """Engine Request AsyncEngine RequestStream StreamChunk FinishReason Usage
+        openai_finish_reason""",
     ),
     (
         "Sampling parameters",

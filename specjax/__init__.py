@@ -7,7 +7,7 @@ Drafts: `Draft`, `RaggedDraft`, `TreeDraft`, `DraftInputs`, `propose`, `draft_fr
 Processing: `SamplingParams`, `process_logits`, `top_logprobs`, `count_tokens`.
 Decoding: `generate`, `init`, `step`, `LoopOptions`, `commit`, `unpad`, `model_drafter`,
 `ngram_drafter`, `whole_prompt_drafter`, `RowMasks`.
-Serving: `Engine`, `Request`; memory: `memory_needs`.
+Serving: `Engine`, `AsyncEngine`, `Request`; memory: `memory_needs`.
 Compilation: `compile_generate`, `load_compiled`, `enable_compilation_cache`.
 Synthetic acceptance: `geometric_rates`, `conditional_rates`, `rates_for_length`.
 Expected acceptance and speed: `theory`; K = "auto": `StepCosts`, `measure_step_costs`.
@@ -41,8 +41,11 @@ from specjax.decode.options import LoopOptions
 from specjax.decode.propose import DraftInputs, propose
 from specjax.decode.state import DecodeState, Settings, StepInfo
 from specjax.decode.step_times import measure_step_costs
+from specjax.engine.async_engine import AsyncEngine
 from specjax.engine.engine import Engine
-from specjax.engine.request import FinishReason, Request
+from specjax.engine.request import FinishReason, Request, StreamChunk, openai_finish_reason
+from specjax.engine.request_stream import RequestStream
+from specjax.engine.usage import Usage
 from specjax.processing.apply_sampling import apply_sampling
 from specjax.processing.bad_words import bad_words_array
 from specjax.processing.bias import bias_array
@@ -75,6 +78,7 @@ from specjax.types import (
 from specjax.version import __version__ as __version__
 
 __all__ = [
+    "AsyncEngine",
     "CompiledGenerate",
     "DecodeState",
     "Draft",
@@ -95,6 +99,7 @@ __all__ = [
     "Origin",
     "RaggedDraft",
     "Request",
+    "RequestStream",
     "RowMasks",
     "Rule",
     "Sample",
@@ -104,10 +109,12 @@ __all__ = [
     "StepCosts",
     "StepInfo",
     "Stream",
+    "StreamChunk",
     "TokenCounts",
     "TopLogprobs",
     "TreeDraft",
     "TreeVerification",
+    "Usage",
     "Verification",
     "apply_sampling",
     "bad_words_array",
@@ -131,6 +138,7 @@ __all__ = [
     "memory_needs",
     "model_drafter",
     "ngram_drafter",
+    "openai_finish_reason",
     "process_logits",
     "propose",
     "rates_for_length",

@@ -9,7 +9,7 @@ has ended as "refused".
 import math
 import operator
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +27,9 @@ __all__ = [
     "CheckedRequest",
     "EngineLimits",
     "MAX_STOP_IDS",
+    "SampleArguments",
     "Submission",
+    "SubmitArguments",
     "check_request",
     "check_timeout",
     "drop_batch_axis",
@@ -69,6 +71,24 @@ class Submission(NamedTuple):
     stop: str | Iterable[str] | None = ()
     matcher: Matcher | None = None
     seed: int | None = None
+
+
+class SampleArguments(TypedDict, total=False):
+    """Arguments of `Engine.submit_samples` but for the first two."""
+
+    key: jax.Array | None
+    seed: int | None
+    max_new_tokens: int | None
+    temperature: Any
+    eos_token_ids: Any
+    sampling: SamplingParams | None
+    stop: str | Iterable[str] | None
+
+
+class SubmitArguments(SampleArguments, total=False):
+    """Arguments of `Engine.submit` but for the prompt."""
+
+    matcher: Matcher | None
 
 
 class CheckedRequest(NamedTuple):
