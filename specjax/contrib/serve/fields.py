@@ -65,9 +65,8 @@ def number(low: float, high: float, kind: type[int] | type[float] = float) -> Re
     noun = "an integer" if kind is int else "a number"
 
     def read(name: str, value: object) -> Any:
-        kinds = (int,) if kind is int else (int, float)
-        is_number = isinstance(value, kinds) and not isinstance(value, bool)
-        if not is_number or not low <= value <= high:  # type: ignore[operator]
+        is_number = isinstance(value, int | kind) and not isinstance(value, bool)
+        if not (is_number and isinstance(value, int | float) and low <= value <= high):
             ends = f"in [{low:g}, {high:g}]" if high < math.inf else f">= {low:g}"
             raise _wrong(name, value, f"{noun} {ends}")
         return value

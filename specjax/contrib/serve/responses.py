@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from specjax.contrib.serve.token_scores import TokenScore, chat_logprobs, completion_logprobs
 from specjax.contrib.serve.token_texts import TokenTexts
 
-__all__ = ["END_OF_STREAM", "ChatReply", "CompletionReply", "Part", "Reply", "event", "to_json"]
+__all__ = ["ChatReply", "CompletionReply", "END_OF_STREAM", "Part", "Reply", "event", "to_json"]
 
 END_OF_STREAM = b"data: [DONE]\n\n"
 
