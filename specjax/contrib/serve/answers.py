@@ -105,8 +105,8 @@ class TextAnswer:
         begun = set[int]()
         try:
             async for part in _merge(choices, self._service.limits.chunk_seconds):
-                first = None if part.index in begun else reply.first_chunk(part.index)
-                begun.add(part.index)
+                first = None if part.choice in begun else reply.first_chunk(part.choice)
+                begun.add(part.choice)
                 head = b"" if first is None else event(first)
                 await write(head + event(reply.chunk(part)))
             if parameters.include_usage:
@@ -163,13 +163,13 @@ async def _merge(choices: Sequence[Choice], seconds: float) -> AsyncIterator[Par
     try:
         num_going = len(tasks)
         while num_going:
-            part = await parts.get()
-            if isinstance(part, BaseException):
-                raise part
-            if part is None:
+            item = await parts.get()
+            if isinstance(item, BaseException):
+                raise item
+            if item is None:
                 num_going -= 1
             else:
-                yield part
+                yield item
     finally:
         await _cancel(tasks)
 

@@ -161,10 +161,10 @@ class _Routes:
         readers = {"model": fields.text, "tokens": lambda _, value: value}
         tokens = fields.read_fields(body, readers).get("tokens")
         size = self._limits.vocab_size
-        is_list = isinstance(tokens, list) and len(tokens) <= 64 * self._limits.max_length
-        if not is_list or not all(type(x) is int and 0 <= x < size for x in tokens):
+        ids = tokens if isinstance(tokens, list) else [None]
+        if not all(type(token) is int and 0 <= token < size for token in ids):
             raise ApiError(f"tokens needs a list of ids in [0, {size}).", "tokens")
-        return {"prompt": self._service.codec.tokenizer.decode(tokens, skip_special_tokens=False)}
+        return {"prompt": self._service.codec.tokenizer.decode(ids, skip_special_tokens=False)}
 
     async def tokenizer_info(self, _: Request) -> Response:
         return json_response(self._service.codec.info)

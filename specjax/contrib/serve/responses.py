@@ -22,14 +22,14 @@ class Part(NamedTuple):
     """What a choice gained.
 
     Attributes:
-      index: of the choice, over prompts x n.
+      choice: its index, over prompts x n.
       text: new text.
       scores: of its new tokens, or None without log-probabilities.
       offsets: of these tokens in the choice's whole text.
       finish_reason: in OpenAI's words, with the last part; None before.
     """
 
-    index: int
+    choice: int
     text: str
     scores: list[TokenScore] | None
     offsets: list[int]
@@ -87,7 +87,7 @@ class Reply:
 
     def _ending(self, part: Part) -> dict[str, Any]:
         logprobs = None if part.scores is None else self._logprobs(part.scores, part.offsets)
-        return {"index": part.index, "logprobs": logprobs, "finish_reason": part.finish_reason}
+        return {"index": part.choice, "logprobs": logprobs, "finish_reason": part.finish_reason}
 
     def _logprobs(self, scores: list[TokenScore], offsets: list[int]) -> dict[str, Any]:
         return completion_logprobs(scores, offsets, self._texts)
