@@ -84,9 +84,12 @@ class _StepThread(threading.Thread):
         if isinstance(command, _Stop):
             ends = [command.deadline] if self._end is None else [command.deadline, self._end]
             self._end = min(ends)
-        elif command.is_closed:
+            return
+        # A reader may leave before its cursor comes here for the first time.
+        if command.is_closed:
             self._scheduler.abort(command.request)
-        else:
+        if not command.is_followed:
+            command.is_followed = True
             self._followed.add(command)
 
     def _publish(self) -> None:
@@ -281,7 +284,8 @@ class AsyncEngine:
         """
         seconds = check_timeout(timeout) if check_flag("drain", drain) else 0.0
         self.engine._scheduler.queue.drain()
-        self._thread.commands.put(_Stop(time.monotonic() + seconds))
+        if self._thread.is_alive():
+            self._thread.commands.put(_Stop(time.monotonic() + seconds))
         if threading.current_thread() is not self._thread:
             self._thread.join()
 

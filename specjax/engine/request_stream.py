@@ -44,12 +44,13 @@ class Cursor:
     Attributes:
       waiter: the reader that waits, or None.
       is_closed: whether nobody reads on.
+      is_followed: whether the thread that steps has counted the request, or will.
     """
 
     def __init__(self, request: Request, deadline: float) -> None:
         self.request, self.deadline = request, deadline
         self.waiter: Waiter | None = None
-        self.is_closed = False
+        self.is_closed = self.is_followed = False
         self._num_tokens = self._num_characters = 0
 
     def has_news(self) -> bool:
