@@ -50,6 +50,11 @@ PAGES = (
         """Engine Request FinishReason""",
     ),
     (
+        "Evaluate",
+        "Log-probabilities of given texts.",
+        """score TextScores""",
+    ),
+    (
         "Sampling parameters",
         "Cutoffs, penalties, masks, grammars and listed log-probabilities.",
         """SamplingParams apply_sampling process_logits logit_cutoff top_logprobs TopLogprobs
