@@ -15,6 +15,7 @@ import numpy as np
 from specjax.checks import (
     as_array,
     check_count,
+    check_flag,
     check_keys,
     check_noise_dtype,
     check_type,
@@ -108,7 +109,8 @@ def check_arguments(
     why = "the tokens of a prompt that are read at once"
     chunk_size = check_count("prefill_chunk_size", chunk_size, 1, why)
     requests = RequestBatch(pad_prompt(prompt, max_length), lengths, settings)
-    return requests, StaticOptions(step_options, chunk_size)
+    lists_prompts = _check_prompt_logprobs(options)
+    return requests, StaticOptions(step_options, chunk_size, prompt_logprobs=lists_prompts)
 
 
 def parse_prompts(prompts: Any) -> tuple[Any, Any]:
@@ -264,6 +266,16 @@ def check_step_options(
     # traces anew: so it is found before the first trace.
     resolved = resolve_implementation(implementation)
     return StepOptions(config.compile_key(), None if implementation is None else resolved)
+
+
+def _check_prompt_logprobs(options: LoopOptions) -> bool:
+    """Returns whether prompts are listed, or refuses that without a number of listed tokens."""
+    if check_flag("prompt_logprobs", options.prompt_logprobs) and options.num_logprobs is None:
+        raise ValueError(
+            "prompt_logprobs is True, and num_logprobs is None; it needs a number of listed "
+            "tokens, 0 or more."
+        )
+    return options.prompt_logprobs
 
 
 def _check_types(target: Any, drafter: Any, config: Any, options: Any) -> None:

@@ -31,6 +31,7 @@ Open `engine` first, the public class; then `scheduler`, where a step is a list 
     queue          requests that wait, and how a prompt is read by itself
     submission     checks the arguments of `Engine.submit`
     request        `Request`: its tokens, its text, its end
+    prompt_logprobs  log-probabilities of prompts, listed by the programs that read them
     programs       the compiled programs, bound to an engine's models
     slots          the device's part: pure functions of a `DecodeState` whose requests are slots
     stop_strings   text of tokens, up to the first stop string
