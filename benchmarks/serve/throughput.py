@@ -146,9 +146,7 @@ def measure(setup: Setup, load: Load, name: str, chunk_seconds: float) -> dict[s
     limits = Limits(load.max_length, setup.config.vocab_size, chunk_seconds=chunk_seconds)
     codec = Codec(tokenizer, lambda *_: [], lambda _: "", (), {})
     service = Service(specjax.AsyncEngine(engine), codec, "benchmark", limits)
-    server = uvicorn.Server(
-        uvicorn.Config(make_app(service), log_level="error", access_log=False)
-    )
+    server = uvicorn.Server(uvicorn.Config(make_app(service), log_level="error", access_log=False))
     bound = socket.create_server(("127.0.0.1", 0), backlog=2048)
     thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[bound])))
     thread.start()

@@ -110,7 +110,7 @@ def _make_engine(
         max_length=limits.max_length,
         num_logprobs=limits.max_logprobs,
         logprobs_mode="processed",
-        # prompt_logprobs=limits.max_logprobs is not None,
+        prompt_logprobs=limits.max_logprobs is not None,
     )
     return Engine(
         target,

@@ -117,9 +117,11 @@ def test_echo_lists_the_prompt_as_a_forward_scores_it(served, folder):
         form = choice.logprobs
         assert len(form.tokens) == len(form.token_logprobs) == len(prompt) + 1
         assert form.token_logprobs[0] is form.top_logprobs[0] is None
-        scores = specjax.score(target, [prompt])
-        expected = np.asarray(scores.logprobs)[0, 1 : len(prompt)]
-        np.testing.assert_allclose(form.token_logprobs[1:-1], expected, atol=1e-4)
+        (scores,) = specjax.score(target, [prompt])
+        np.testing.assert_allclose(form.token_logprobs[1:-1], scores.logprobs[1:], atol=1e-4)
+        likeliest = [max(top.values()) for top in form.top_logprobs[1:-1]]
+        is_top = [x == y for x, y in zip(form.token_logprobs[1:-1], likeliest, strict=True)]
+        assert is_top == scores.is_argmax[1:].tolist()
         for value, top in zip(form.token_logprobs[1:], form.top_logprobs[1:], strict=True):
             assert value in top.values()
             assert value <= max(top.values())
