@@ -17,8 +17,8 @@ _COUNT = re.compile(rb'"completion_tokens":(\d+)')
 
 def request_of(body: bytes, path: str = "/v1/completions") -> bytes:
     """A request of HTTP."""
-    head = f"POST {path} HTTP/1.1\r\nHost: a\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n"
-    return head.encode() + body
+    lines = [f"POST {path} HTTP/1.1", "Host: a", "Connection: close"]
+    return "\r\n".join([*lines, f"Content-Length: {len(body)}", "", ""]).encode() + body
 
 
 async def read_stream(port: int, body: bytes, start: float) -> tuple[float, float, int, int]:

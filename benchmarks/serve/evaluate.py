@@ -141,7 +141,7 @@ class Reference:
 
 
 def compare(samples: dict[str, Any], reference: Reference) -> dict[str, Any]:
-    """What differs of what lm-eval got of the server, and the largest difference of log-likelihoods."""
+    """What the server and transformers say differently, and the largest difference of values."""
     wrong: list[Any] = []
     worst, count = 0.0, 0
     for sample in samples["local_choices"]:
@@ -152,7 +152,7 @@ def compare(samples: dict[str, Any], reference: Reference) -> dict[str, Any]:
             wrong += [arguments] if got_greedy != is_greedy else []
     for sample in samples["local_texts"]:
         ids = reference.encode(sample["arguments"][0][0])
-        # The first token follows the end token, as lm-eval puts it where there is no other.
+        # The first token follows the end token: lm-eval puts it there.
         value, _ = reference.score([END], ids)
         worst, count = max(worst, abs(sample["resps"][0][0] - value)), count + 1
     for sample in samples["local_greedy"]:

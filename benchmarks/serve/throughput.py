@@ -186,10 +186,10 @@ def main() -> None:
             record = measure(setup, load, name, 1e-3 * chunk_ms)
             section["cases"].append(record)
             save(args.out, "serve", section)
+            rates = [record[part]["tokens_per_s"] for part in ("engine", "server")]
             print(
-                f"{name:15} {chunk_ms:3g} ms: {record['engine']['tokens_per_s']:.0f} and "
-                f"{record['server']['tokens_per_s']:.0f} tokens/s, ratio "
-                f"{record['ratio_of_tokens']:.3f}; first token {record['ratio_of_first_tokens']:.2f}",
+                f"{name:15} {chunk_ms:3g} ms: {rates[0]:.0f} and {rates[1]:.0f} tokens/s, ratios "
+                f"{record['ratio_of_tokens']:.3f} and {record['ratio_of_first_tokens']:.2f}",
                 flush=True,
             )
 
