@@ -6,6 +6,7 @@ The server is a process of its own, of a small model. A seed draws what each req
 of two in five after how long its client closes the socket: while it waits in the queue, while its
 prompt is read, or in the middle of a stream. Meanwhile one client asks for /health again and again.
 At the end no request may run or wait, and memory and threads are those after the first tenth.
+Memory is noted after each tenth.
 """
 
 import argparse
@@ -148,7 +149,10 @@ async def measure(port: int, pid: int, args: argparse.Namespace) -> dict[str, An
     counts = await soak(port, range(first), args.clients, args.seed)
     before, health, start = await state(port, pid), list[float](), time.perf_counter()
     watching = asyncio.ensure_future(watch(port, health))
-    counts += await soak(port, range(first, args.requests), args.clients, args.seed)
+    memory = []
+    for begin in range(first, args.requests, first):
+        counts += await soak(port, range(begin, begin + first), args.clients, args.seed)
+        memory.append((await state(port, pid))["rss_kilobytes"])
     seconds = time.perf_counter() - start
     watching.cancel()
     after = await state(port, pid)
@@ -163,7 +167,8 @@ async def measure(port: int, pid: int, args: argparse.Namespace) -> dict[str, An
         },
         "before": before,
         "after": after,
-        "ended": json.loads(await ask(port, "/health")),
+        "rss_kilobytes": memory,
+        "health": json.loads(await ask(port, "/health")),
     }
 
 

@@ -170,9 +170,11 @@ def serve(service: Service, bound: socket.socket, terminal: Any) -> None:
     )
     # After what runs has ended, uvicorn sends itself the signal once more.
     signal.signal(signal.SIGTERM, lambda *_: None)
-    # What is here now stays: the collector need not look at it again.
+    # What is here now stays. The collector need not look at it again, so that it may be called for
+    # the little that requests leave in cycles as often as Python does by default.
     gc.collect()
     gc.freeze()
+    gc.set_threshold(700, 10, 10)
     server.run(sockets=[bound])
 
 

@@ -104,21 +104,19 @@ class _Routes:
 
     async def _body(self, request: Request) -> bytes:
         """Returns a body within the limits of bytes and time."""
-        most = self._limits.max_body_bytes
-        too_large = ApiError(f"the body has more than {most} bytes.", status=413)
-        length = request.headers.get("content-length", "0")
-        if not length.isdecimal() or int(length[:20]) > most:
-            raise too_large
-        body = bytearray()
+        most, seconds = self._limits.max_body_bytes, self._limits.max_body_seconds
+        body, size = bytearray(), 0
         try:
-            async with asyncio.timeout(self._limits.max_body_seconds):
+            async with asyncio.timeout(seconds):
                 async for chunk in request.stream():
-                    body += chunk
-                    if len(body) > most:
-                        raise too_large
+                    size += len(chunk)
+                    # The rest is read and dropped: a client that is still writing hears no answer.
+                    if size <= most:
+                        body += chunk
         except TimeoutError:
-            seconds = self._limits.max_body_seconds
             raise ApiError(f"the body was not there in {seconds:g} s.", status=408) from None
+        if size > most:
+            raise ApiError(f"the body has {size} bytes; it takes at most {most}.", status=413)
         return bytes(body)
 
     async def _call(self, request: Request, answer: Callable[[Any], Any]) -> Response:

@@ -17,11 +17,12 @@ from specjax.contrib.serve.errors import ApiError
 from specjax.contrib.serve.limits import Limits
 from specjax.contrib.serve.parameters import Parameters
 from specjax.contrib.serve.responses import Part
-from specjax.contrib.serve.token_scores import score_tokens
+from specjax.contrib.serve.token_scores import TokenScore, score_tokens
 from specjax.contrib.serve.token_texts import Offsets, TokenTexts
 from specjax.decode.matchers import Matcher
 from specjax.engine.async_engine import AsyncEngine
-from specjax.engine.request import FinishReason
+from specjax.engine.request import FinishReason, StreamChunk, openai_finish_reason
+from specjax.engine.request_stream import RequestStream
 from specjax.processing.sampling_params import SamplingParams
 
 __all__ = ["Choice", "Service"]
@@ -42,7 +43,12 @@ class Choice:
     """
 
     def __init__(
-        self, index: int, stream: Any, parameters: Parameters, texts: TokenTexts, echoed: str | None
+        self,
+        index: int,
+        stream: RequestStream,
+        parameters: Parameters,
+        texts: TokenTexts,
+        echoed: str | None,
     ) -> None:
         self.index, self.stream = index, stream
         self._num_logprobs, self._echoed = parameters.num_logprobs, echoed
@@ -71,11 +77,11 @@ class Choice:
             if text or scores or reason is not None:
                 yield Part(self.index, text, scores, offsets, reason)
 
-    def _scores(self, chunk: Any) -> Any:
+    def _scores(self, chunk: StreamChunk) -> list[TokenScore]:
         listed = self._num_logprobs or 0
         return score_tokens(chunk.token_ids, chunk.logprobs, chunk.top_logprobs, listed)
 
-    def _prompt_scores(self) -> Any:
+    def _prompt_scores(self) -> list[TokenScore]:
         request = self.stream.request
         rows = request.prompt_logprobs
         logprobs = [None] + [float(row.logprob) for row in rows[1:]]
@@ -84,12 +90,11 @@ class Choice:
 
 def _finish_reason(reason: str, error: str | None) -> str:
     """Returns an end in OpenAI's words, or raises it as an error."""
-    if reason == FinishReason.LENGTH:
-        return "length"
-    if reason in (FinishReason.END_OF_SEQUENCE, FinishReason.STOP_STRING):
-        return "stop"
-    message = error or f"the text ended as {reason}."
-    raise ApiError(message, status=504 if reason == "timed_out" else 500, code=reason)
+    word = openai_finish_reason(reason)
+    if word is None:
+        status = 504 if reason == FinishReason.TIMED_OUT else 500
+        raise ApiError(error or f"the text ended as {reason}.", status=status, code=reason)
+    return word
 
 
 class Service:
@@ -135,7 +140,7 @@ class Service:
             )
         prompts = self._encode(parameters)
         arguments = self._arguments(parameters)
-        streams: list[Any] = []
+        streams: list[RequestStream] = []
         try:
             for ids in prompts:
                 streams += self._submit_prompt(ids, parameters, arguments)
@@ -200,7 +205,7 @@ class Service:
 
     def _submit_prompt(
         self, ids: list[int], parameters: Parameters, arguments: dict[str, Any]
-    ) -> list[Any]:
+    ) -> list[RequestStream]:
         """Returns a stream of each sample: sample i has the key folded with i, if n > 1."""
         seed = secrets.randbits(63) if parameters.seed is None else parameters.seed
         num_samples, schema = parameters.num_samples, parameters.schema
