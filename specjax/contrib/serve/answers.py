@@ -59,7 +59,10 @@ class TextAnswer:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers, or stops when the client goes."""
-        await _until_disconnect(receive, self._answer(scope, receive, send))
+        limits = self._service.limits
+        # The engine ends a text in time; a client may still not read it.
+        seconds = limits.max_seconds + limits.max_body_seconds
+        await _until_disconnect(receive, self._answer(scope, receive, send), seconds)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -194,8 +197,10 @@ def _close_submitted(future: "asyncio.Future[tuple[Parameters, list[Choice]]]") 
         _close(future.result()[1])
 
 
-async def _until_disconnect(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
-    """Runs `work` to its end, or until the client has gone."""
+async def _until_disconnect(
+    receive: Receive, work: Coroutine[Any, Any, None], seconds: float
+) -> None:
+    """Runs `work` to its end, until the client has gone, or for so many seconds."""
 
     async def wait_for_disconnect() -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -206,7 +211,7 @@ async def _until_disconnect(receive: Receive, work: Coroutine[Any, Any, None]) -
         asyncio.ensure_future(wait_for_disconnect()),
     ]
     try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
         if tasks[0].done():
             tasks[0].result()
     finally:
