@@ -81,8 +81,8 @@ class Cursor:
 class RequestStream:
     """The chunks of a request, from `AsyncEngine.submit`: `for chunk in stream`, or `async for`.
 
-    An iteration ends after the chunk that has a finish reason. Chunks that nobody took merge into
-    the next one. One reader at a time may wait, in a thread or in a coroutine of any event loop.
+    An iteration ends after the chunk that has a finish reason. What was not taken merges into the
+    next chunk. One reader at a time may wait, in a thread or in a coroutine of any event loop.
 
     The request is aborted if its reader leaves: by `close`, at the end of `with stream:` or
     `async with stream:`, by a cancelled task or a `KeyboardInterrupt` that waits for a chunk, and
