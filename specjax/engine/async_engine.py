@@ -1,14 +1,15 @@
 """`AsyncEngine`: an engine that a thread of its own steps, for readers in threads and event loops.
 
-    any thread                          the stepping thread
-    submit ->  WaitingQueue.put         while there is work, or a command comes:
-               commands.put(cursor)       obey commands    follow a new request, abort a closed one
-    RequestStream  <- wake_readers               step             of the `Engine`
-    RequestStream.close -> commands.put          publish          end what is too late, wake readers
-    close   -> commands.put(_Stop)      at the end: close the `Engine`, so that all requests end
+    any thread                               the thread that steps: while there is work,
+                                             or once a command comes
+    submit               -> WaitingQueue.put
+                         -> commands.put       obey     follow a new request, abort a closed one
+    RequestStream.close  -> commands.put       step     of the `Engine`
+    RequestStream        <- wake_readers       publish  end what is too late, wake readers, count
+    close                -> commands.put     at its end: close the `Engine`; all requests end
 
-The `Engine` checks requests, and its queue takes them, in the thread that submits. So errors are
-raised where they belong, and no step waits for them.
+The `Engine` checks a request, and its queue takes it, in the thread that submits. So an error is
+raised there, and no step waits for a check.
 """
 
 import asyncio
@@ -40,7 +41,7 @@ class _StepThread(threading.Thread):
     """Steps an engine while it has requests, and wakes their readers.
 
     Args:
-      engine: from now on no one else steps it.
+      engine: only the thread steps it from now on.
 
     Attributes:
       commands: cursors of requests, new ones and closed ones, and `_Stop`.
@@ -65,7 +66,7 @@ class _StepThread(threading.Thread):
             while not self._engine.is_closed and self._obey(is_busy):
                 is_busy = self._engine.step()
                 self._publish()
-        except BaseException as error:  # Nobody else would hear of it.
+        except BaseException as error:  # Readers and later calls are told.
             self._scheduler.fail(error)
         self._scheduler.close()
         while not self.commands.empty():

@@ -6,8 +6,8 @@
     abort, if is_closed         <------     RequestStream.close puts the cursor into `commands`
 
 No queue holds chunks. The request holds its tokens, at most `max_new_tokens`, and a cursor says how
-many of them were read. So the tokens of a slow reader merge into its next chunk, and cost no one
-else time or memory.
+many of them were read. So the tokens of a slow reader merge into its next chunk, and delay no other
+reader.
 """
 
 import asyncio
@@ -43,7 +43,7 @@ class Cursor:
 
     Attributes:
       waiter: the reader that waits, or None.
-      is_closed: whether nobody reads on.
+      is_closed: whether its last chunk was read, or its reader left.
       is_followed: whether the thread that steps has counted the request, or will.
     """
 
@@ -81,8 +81,8 @@ class Cursor:
 class RequestStream:
     """The chunks of a request, from `AsyncEngine.submit`: `for chunk in stream`, or `async for`.
 
-    An iteration ends after the chunk that has a finish reason. Chunks that nobody took merge into
-    the next one. One reader at a time may wait, in a thread or in a coroutine of any event loop.
+    An iteration ends after the chunk that has a finish reason. What was not taken merges into the
+    next chunk. One reader at a time may wait, in a thread or in a coroutine of any event loop.
 
     The request is aborted if its reader leaves: by `close`, at the end of `with stream:` or
     `async with stream:`, by a cancelled task or a `KeyboardInterrupt` that waits for a chunk, and

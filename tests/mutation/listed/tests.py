@@ -28,6 +28,8 @@ __all__ = [
     "embedded_eagle3",
     "edges",
     "engines",
+    "submissions",
+    "threads",
     "faults",
     "few",
     "grammar_laws",
@@ -106,6 +108,8 @@ draft_folders = _of("cli/test_draft_folders.py")
 drafts = _of("decode/test_drafts.py")
 edges = _of("samplers/test_edges.py")
 engines = _of("engine/test_engine.py")
+submissions = _of("engine/test_submission.py")
+threads = _of("engine/test_async_engine.py")
 faults = _of("engine/test_faults.py")
 queues = _of("engine/test_queue.py")
 soaks = _of("engine/test_soak.py")
