@@ -84,8 +84,10 @@ class Choice:
     def _prompt_scores(self) -> list[TokenScore]:
         request = self.stream.request
         rows = request.prompt_logprobs
-        logprobs = [None] + [float(row.logprob) for row in rows[1:]]
-        return score_tokens(request.prompt_token_ids, logprobs, rows, self._num_logprobs or 0)
+        assert rows is not None
+        logprobs = [None if row is None else float(row.logprob) for row in rows]
+        ids = request.prompt_token_ids
+        return score_tokens(ids, logprobs, rows, self._num_logprobs or 0)
 
 
 def _finish_reason(reason: str, error: str | None) -> str:
