@@ -60,22 +60,23 @@ class Choice:
         Raises:
           ApiError: if it ends otherwise than by its length, an end token or a stop string.
         """
-        echoed = self._echoed
         async for chunk in self.stream:
-            scores, offsets, text = None, list[int](), chunk.text
-            if self._num_logprobs is not None:
-                scores = self._scores(chunk)
-            if echoed is not None:
-                text, echoed = echoed + text, None
-                if scores is not None:
-                    scores = self._prompt_scores() + scores
-            if scores is not None:
-                offsets = self._offsets.take(score.token_id for score in scores)
-            reason = None
-            if chunk.finish_reason is not None:
-                reason = _finish_reason(chunk.finish_reason, chunk.error)
-            if text or scores or reason is not None:
-                yield Part(self.index, text, scores, offsets, reason)
+            part = self._part(chunk)
+            if part.text or part.scores or part.finish_reason is not None:
+                yield part
+
+    def _part(self, chunk: StreamChunk) -> Part:
+        """Returns what a chunk adds; the first adds the prompt, too, if it is echoed."""
+        text, scores, offsets = chunk.text, None, list[int]()
+        if self._num_logprobs is not None:
+            scores = self._scores(chunk)
+            if self._echoed is not None:
+                scores = self._prompt_scores() + scores
+            offsets = self._offsets.take(score.token_id for score in scores)
+        text, self._echoed = (self._echoed or "") + text, None
+        reason = chunk.finish_reason
+        word = None if reason is None else _finish_reason(reason, chunk.error)
+        return Part(self.index, text, scores, offsets, word)
 
     def _scores(self, chunk: StreamChunk) -> list[TokenScore]:
         listed = self._num_logprobs or 0
