@@ -214,20 +214,20 @@ class _KeyCheck:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         app = self._app
-        if scope["type"] == "http" and scope["path"] != "/health":
-            if not self._knows(dict(scope["headers"]).get(b"authorization", b"")):
-                app = error_response(
-                    ApiError(
-                        "the request has no key, or another one; this server needs its own as "
-                        "Authorization: Bearer KEY.",
-                        status=401,
-                        code="invalid_api_key",
-                    )
+        if scope["type"] == "http" and not self._lets_in(scope):
+            app = error_response(
+                ApiError(
+                    "the request has no key, or another one; this server needs its own as "
+                    "Authorization: Bearer KEY.",
+                    status=401,
+                    code="invalid_api_key",
                 )
+            )
         await app(scope, receive, send)
 
-    def _knows(self, header: bytes) -> bool:
-        return hmac.compare_digest(header, self._header)
+    def _lets_in(self, scope: Scope) -> bool:
+        header = dict(scope["headers"]).get(b"authorization", b"")
+        return scope["path"] == "/health" or hmac.compare_digest(header, self._header)
 
 
 async def _api_error(_: Request, error: Exception) -> Response:

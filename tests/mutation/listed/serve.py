@@ -79,7 +79,7 @@ MUTATIONS = (
         "a prompt counts once for each of its samples",
     ),
     Mutation(
-        f"{_SERVE}app._KeyCheck._knows",
+        f"{_SERVE}app._KeyCheck._lets_in",
         "hmac.compare_digest(header, self._header)",
         "self._header.startswith(header)",
         server_routes("test_a_key_is_asked_for"),
