@@ -51,6 +51,11 @@ PAGES = (
         openai_finish_reason""",
     ),
     (
+        "Evaluate",
+        "Log-probabilities of given texts.",
+        """score TextScores""",
+    ),
+    (
         "Sampling parameters",
         "Cutoffs, penalties, masks, grammars, listed log-probabilities and kept tokens.",
         """SamplingParams apply_sampling process_logits logit_cutoff top_logprobs TopLogprobs

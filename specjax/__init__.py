@@ -8,6 +8,7 @@ Processing: `SamplingParams`, `process_logits`, `top_logprobs`, `kept_tokens`, `
 `count_tokens`.
 Decoding: `generate`, `init`, `step`, `LoopOptions`, `commit`, `unpad`, `model_drafter`,
 `ngram_drafter`, `whole_prompt_drafter`, `RowMasks`.
+Evaluation: `score`, `TextScores`.
 Serving: `Engine`, `AsyncEngine`, `Request`; memory: `memory_needs`.
 Compilation: `compile_generate`, `load_compiled`, `enable_compilation_cache`.
 Synthetic acceptance: `geometric_rates`, `conditional_rates`, `rates_for_length`.
@@ -40,6 +41,7 @@ from specjax.decode.memory import MemoryNeeds, memory_needs
 from specjax.decode.metrics import Metrics, init_metrics, update_metrics
 from specjax.decode.options import LoopOptions
 from specjax.decode.propose import DraftInputs, propose
+from specjax.decode.score import TextScores, score
 from specjax.decode.state import DecodeState, Settings, StepInfo
 from specjax.decode.step_times import measure_step_costs
 from specjax.engine.async_engine import AsyncEngine
@@ -113,6 +115,7 @@ __all__ = [
     "StepInfo",
     "Stream",
     "StreamChunk",
+    "TextScores",
     "TokenCounts",
     "TopLogprobs",
     "TreeDraft",
@@ -149,6 +152,7 @@ __all__ = [
     "rates_for_length",
     "rejection_sample",
     "rules",
+    "score",
     "step",
     "theory",
     "top_logprobs",

@@ -17,6 +17,7 @@ from specjax.cli.processes import (
     check_mesh_options,
     check_process_options,
 )
+from specjax.cli.serve.serve_arguments import add_serve, parse_serve_options
 from specjax.cli.speculation_arguments import SPECULATION_OPTIONS, make_config, make_config_of
 from specjax.config import SpeculativeConfig
 from specjax.engine.stop_strings import check_stop
@@ -187,6 +188,7 @@ def _make_parser() -> argparse.ArgumentParser:
     add_options(generate.add_argument_group("speculation"), SPECULATION_OPTIONS)
     add_options(generate.add_argument_group("report"), _REPORT_OPTIONS)
     _add_sweep(commands)
+    add_serve(commands, pair_options)
     return parser
 
 
@@ -243,6 +245,8 @@ def parse_options(argv: list[str] | None) -> tuple[argparse.Namespace, Speculati
             f"unrecognized arguments: {' '.join(unknown)}; `specjax {options.command} --help` "
             "lists the options."
         )
+    if options.command == "serve":
+        return parse_serve_options(options)
     check_limits(options, _TEXT_OPTIONS)
     check_mesh_options(options)
     if options.command == "sweep":

@@ -33,7 +33,8 @@ def _read_command(argv: list[str] | None, exit_stack: contextlib.ExitStack) -> C
     """Returns a function that runs the command, after all checks."""
     options, config = parse_options(argv)
     is_sweep = options.command == "sweep"
-    is_text = not is_sweep and options.input is None
+    is_serve = options.command == "serve"
+    is_text = not is_sweep and not is_serve and options.input is None
     texts = read_prompts(options) if is_sweep else [read_prompt(options)] if is_text else []
     missing = [name for name in _REQUIRED_PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
@@ -60,6 +61,10 @@ def _read_command(argv: list[str] | None, exit_stack: contextlib.ExitStack) -> C
 
         workload = read_workload(options, pair, texts, terminal)
         return lambda: run_sweep(workload, terminal, argv)
+    if is_serve:
+        from specjax.cli.serve.run_serve import read_service
+
+        return read_service(options, config, pair, terminal)
     if not is_text:
         from specjax.cli.batch.run_batch import read_batch, run_batch
 

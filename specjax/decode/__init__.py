@@ -5,6 +5,7 @@
 | module | what it holds |
 |---|---|
 | `generate`, `init_and_step` | public calls: whole texts, and one step at a time for streaming |
+| `score` | log-probabilities of given texts |
 | `compile/` | `generate`, compiled before the first prompt; programs in a file |
 | `prefill` | the prompts, read in chunks by one program whatever their length |
 | `step` | one step, as five calls |
@@ -27,6 +28,7 @@ Open `step` first. Public calls check their arguments, and the other modules tru
     generate    check_arguments -> run_requests: prefill, then run_loop: steps until all have ended
     init        check_arguments -> run_requests: prefill, then run_first_step
     step        check_step_options -> run_step
+    score       parse_texts -> batches of chunks, each a forward pass
 
 `request_batch` has the checks, `prefill` has `run_requests`, `generate` has `run_loop`, and `step`
 has the other two.

@@ -45,7 +45,8 @@ class MemoryNeeds(NamedTuple):
         buffers, and the logits of its pending draft.
       step_bytes: of one step of all requests: the target's rows of logits [B, K + 1, V] and the
         hidden states that they are made of.
-      chunk_bytes: of a chunk of prompts: the hidden states that the models return.
+      chunk_bytes: of a chunk of prompts: the hidden states that the models return, and with
+        `LoopOptions.prompt_logprobs` the target's logits.
     """
 
     slot_bytes: int
@@ -103,13 +104,16 @@ def memory_needs(
     return _needs_of_batch(Models(target, drafter), requests, static)
 
 
-def needs_of_state(models: Models, state: DecodeState, chunk_tokens: int) -> MemoryNeeds:
+def needs_of_state(
+    models: Models, state: DecodeState, chunk_tokens: int, lists_chunks: bool = False
+) -> MemoryNeeds:
     """Returns the needs of requests whose state, or its shapes, is known.
 
     Args:
       models: the target, and a drafter or None.
       state: of B requests. Leaves that they share count as B parts.
       chunk_tokens: tokens that a chunk has of all prompts together.
+      lists_chunks: whether the logits of a chunk are made, too.
     """
     target, size = models.target, state.lengths.size
     ids = jax.ShapeDtypeStruct((size, count_rows(state)), np.int32)
@@ -119,9 +123,9 @@ def needs_of_state(models: Models, state: DecodeState, chunk_tokens: int) -> Mem
     logits = jax.eval_shape(target.logits, target.params, hidden)
     # Where the hidden states are the logits, they are no second array, and prompts make none.
     states = _num_bytes(features if hidden.shape == logits.shape else (hidden, features))
-    return MemoryNeeds(
-        _num_bytes(state) // size, states + _num_bytes(logits), states // ids.size * chunk_tokens
-    )
+    step_bytes = states + _num_bytes(logits)
+    chunk_bytes = (step_bytes if lists_chunks else states) // ids.size * chunk_tokens
+    return MemoryNeeds(_num_bytes(state) // size, step_bytes, chunk_bytes)
 
 
 def _num_bytes(tree: Any) -> int:
@@ -135,7 +139,8 @@ def _needs_of_batch(models: Models, requests: RequestBatch, options: StaticOptio
             functools.partial(begin_prefill, options=options.step), models, requests
         )
         size, width = requests.token_ids.shape
-        return needs_of_state(models, state, size * min(options.chunk_size, width))
+        chunk_tokens = size * min(options.chunk_size, width)
+        return needs_of_state(models, state, chunk_tokens, options.prompt_logprobs)
 
     placed: MemoryNeeds = with_auto_axes(needs, models.target.placement, models, requests, like=())
     return placed

@@ -64,6 +64,9 @@ class LoopOptions:
         mask. None lists none. Rules that are not exact refuse it.
       implementation: of verification, cutoffs and drafts, as in `rejection_sample`. A name is
         passed to `drafter.propose` too. A model chooses the kernels of its own layers.
+      prompt_logprobs: whether `num_logprobs` tokens are listed for prompts' tokens, too, from the
+        second on: always of the model's distribution at temperature 1. `generate` and `init` list
+        all prompts. An `Engine` lists those whose `submit` asks for it.
 
     Example:
       >>> from specjax.markov_chain import markov_chain
@@ -81,6 +84,7 @@ class LoopOptions:
     logprobs_mode: str = "raw"
     max_kept_tokens: int | None = None
     implementation: str | Implementation | None = None
+    prompt_logprobs: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,11 +116,13 @@ class StaticOptions:
       chunk_size: most tokens of a request's prompt that the models read at once.
       reads_last: whether the target's prefill reads the last token of each prompt, too: True for
         `init`, False for `generate`, whose first step reads it.
+      prompt_logprobs: whether the prompts' tokens are listed.
     """
 
     step: StepOptions
     chunk_size: int
     reads_last: bool = False
+    prompt_logprobs: bool = False
 
 
 def check_capacity(options: Any, why: str) -> int:

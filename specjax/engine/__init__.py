@@ -34,6 +34,7 @@ Open `engine` first, the public class; then `scheduler`, where a step is a list 
     submission      checks the arguments of `Engine.submit`
     request_stream  `RequestStream`: the chunks of a request, for a reader in another thread
     request         `Request`: its tokens, its text, its end
+    prompt_logprobs  log-probabilities of prompts, listed by the programs that read them
     usage           counts of requests in OpenAI's words
     programs        the compiled programs, bound to an engine's models
     slots           the device's part: pure functions of a `DecodeState` whose requests are slots

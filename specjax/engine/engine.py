@@ -131,13 +131,15 @@ class Engine:
             max_length=max_length,
             chunk_size=min(chunk_size, max_length),
             options=step_options,
+            prompt_logprobs=static.prompt_logprobs,
         )
         self.num_slots, self.max_length = num_slots, max_length
         self.slot_bytes, vocab_size = programs.needs.slot_bytes, programs.vocab_size
         shape = num_slots, num_rows, vocab_size
         all_allowed = all_allowed_masks(takes_matchers, defaults, shape)
         takes_matchers = all_allowed is not None
-        self._limits = EngineLimits(max_length, vocab_size, defaults, tokenizer, takes_matchers)
+        limits = (max_length, vocab_size, defaults, tokenizer, takes_matchers)
+        self._limits = EngineLimits(*limits, static.prompt_logprobs)
         # Any request will do: all have the same shapes.
         any_request = check_request(Submission([0, 0], keys[0]), self._limits)
         slots = warm_up(programs, target, any_request.settings, all_allowed)
@@ -155,6 +157,7 @@ class Engine:
         sampling: SamplingParams | None = None,
         stop: str | Iterable[str] | None = (),
         matcher: Matcher | None = None,
+        prompt_logprobs: bool = False,
     ) -> Request:
         """Puts a request at the end of the queue.
 
@@ -176,6 +179,8 @@ class Engine:
           stop: strings that end the request. Its text ends before the first of them. None is none.
           matcher: a `Matcher` that has read nothing; it masks each next token. From now
             on it belongs to the request. `eos_token_ids` are the tokens by which it ends a text.
+          prompt_logprobs: whether `Request.prompt_logprobs` are listed. The engine needs
+            `LoopOptions(num_logprobs=n, prompt_logprobs=True)`.
 
         Returns:
           The `Request`, which the engine fills.
@@ -198,7 +203,16 @@ class Engine:
           "the prompt has token 7; the target's vocabulary has 2 tokens."
         """
         submission = Submission(
-            prompt, key, max_new_tokens, temperature, eos_token_ids, sampling, stop, matcher, seed
+            prompt,
+            key,
+            max_new_tokens,
+            temperature,
+            eos_token_ids,
+            sampling,
+            stop,
+            matcher,
+            seed,
+            prompt_logprobs,
         )
         return self._enqueue(submission, [-1])[0]
 
@@ -215,6 +229,7 @@ class Engine:
         sampling: SamplingParams | None = None,
         stop: str | Iterable[str] | None = (),
         matcher: None = None,
+        prompt_logprobs: bool = False,
     ) -> list[Request]:
         """Puts several requests of one prompt at the end of the queue; the prompt is read once.
 
@@ -229,6 +244,7 @@ class Engine:
           sampling: as in `submit`.
           stop: as in `submit`.
           matcher: None, because a matcher reads one text.
+          prompt_logprobs: as in `submit`; computed once for all samples.
 
         Returns:
           The requests.
@@ -252,7 +268,7 @@ class Engine:
         num_samples = check_count("num_samples", num_samples, 1, "the requests of one prompt")
         submission = Submission(
             prompt, key, max_new_tokens, temperature, eos_token_ids, sampling, stop, seed=seed
-        )
+        )._replace(prompt_logprobs=prompt_logprobs)
         return self._enqueue(submission, range(num_samples))
 
     def _enqueue(self, submission: Submission, samples: Sequence[int]) -> list[Request]:

@@ -29,6 +29,7 @@ import numpy as np
 from specjax.decode.capacity import pad_prompt
 from specjax.decode.state import DecodeState
 from specjax.engine.programs import Programs, empty_chunk
+from specjax.engine.prompt_logprobs import PromptListing, run_chunk
 from specjax.engine.request import Request
 from specjax.engine.slots import PromptCaches
 from specjax.engine.submission import CheckedRequest
@@ -69,6 +70,11 @@ class QueueEntry(abc.ABC):
         """Tokens still to read; never the last of all, which the request's next step feeds."""
         return self.token_ids[self.num_read : -1]
 
+    @property
+    def listing(self) -> PromptListing | None:
+        """Where the log-probabilities of its tokens go; None if they are not listed."""
+        return None
+
     def is_read(self) -> bool:
         """Returns whether its requests may go into slots: the caches hold all tokens needed."""
         return (self.caches is not None or self.place is not None) and not self.unread.size
@@ -92,7 +98,9 @@ class QueueEntry(abc.ABC):
         self._grow_caches(programs)
         if not self.unread.size:
             return 0
-        self.caches = programs.prefill_chunk(self.caches, *self.next_chunk(programs.chunk_size))
+        chunk, owners = self.next_chunk(programs.chunk_size), [(self.listing, slice(None))]
+        read, list_chunk = programs.prefill_chunk, programs.list_chunk
+        self.caches = run_chunk(read, list_chunk, self.caches, chunk, owners)
         self.num_read += programs.chunk_size
         return 1
 
@@ -139,6 +147,11 @@ class PromptGroup(QueueEntry):
     def token_ids(self) -> np.ndarray:
         """The prompt, i32[L]."""
         return self._checked.token_ids
+
+    @property
+    def listing(self) -> PromptListing | None:
+        """Where the log-probabilities of its tokens go; None if they are not listed."""
+        return self._checked.listing
 
     def admit(self, programs: Programs, slots: DecodeState, slot: int) -> DecodeState:
         """Returns the slots with the first waiting request in one of them."""

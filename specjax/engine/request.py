@@ -13,6 +13,7 @@ from specjax.decode.commit import Finish
 from specjax.decode.logprobs import TopLogprobs
 from specjax.decode.matchers import MatchedText
 from specjax.decode.metrics import Metrics
+from specjax.engine.prompt_logprobs import PromptListing
 from specjax.engine.slots import StepOutput
 from specjax.engine.stop_strings import StoppedText
 from specjax.engine.usage import Usage
@@ -154,6 +155,9 @@ class Request:
       top_logprobs: a `TopLogprobs` of NumPy arrays for each; empty unless the engine lists them.
       kept_tokens: a `KeptTokens` of NumPy arrays for each, with a mask where the set has more
         tokens than ids; empty unless the engine lists them.
+      prompt_logprobs: a list of None for the prompt's first token, and a `TopLogprobs` of NumPy
+        arrays for each other, of the model's distribution at temperature 1. None before the first
+        generated token, and unless `submit` asked for it.
       text: the text of `token_ids` up to a stop string; None without a tokenizer.
       finish_reason: None while the request goes on, else one of `FinishReason`.
       error: a sentence why the request was refused, or which error ended it; else None.
@@ -166,6 +170,7 @@ class Request:
         text: StoppedText | None,
         stepper: Stepper | None,
         matched: MatchedText | None = None,
+        listing: PromptListing | None = None,
     ) -> None:
         self.prompt_token_ids = prompt_token_ids
         self.token_ids: list[int] = []
@@ -173,12 +178,15 @@ class Request:
         self.origins: list[int] = []
         self.top_logprobs: list[TopLogprobs] = []
         self.kept_tokens: list[KeptTokens] = []
+        self.prompt_logprobs: list[TopLogprobs | None] | None = None
         self.finish_reason: str | None = None
         self.error: str | None = None
         self._max_new_tokens = max_new_tokens
         # Another thread may abort the request while the one that steps adds tokens.
         self._lock = threading.RLock()
         self._text, self._matched = text, matched
+        # Of the prompt, until the first token: the arrays of the device are computed by then.
+        self._listing = listing
         # The engine's scheduler; None once the request has ended, so that it keeps no engine.
         self._stepper = stepper
         # The counts of all slots and the request's slot; once it has ended, its own counts and 0.
@@ -293,6 +301,7 @@ class Request:
                 self._metrics = Metrics(*(count[slot : slot + 1].copy() for count in metrics)), 0
             self.error = error
             self.finish_reason = reason
+            self._listing = None
             self._stepper = None
 
     @property
@@ -332,6 +341,9 @@ class Request:
 
     def _add(self, output: StepOutput, slot: int) -> None:
         """Adds tokens up to a stop string, and ends the request where the step or its text does."""
+        if self._listing is not None:
+            self.prompt_logprobs = self._listing.by_token()
+            self._listing = None
         num_tokens, finish = int(output.num_tokens[slot]), int(output.finish[slot])
         self._metrics = output.metrics, slot
         for i in range(num_tokens):

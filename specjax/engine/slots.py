@@ -21,9 +21,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.decode.drafters import Models
+from specjax.decode.logprobs import TopLogprobs
 from specjax.decode.metrics import Metrics
 from specjax.decode.options import StepOptions
 from specjax.decode.prefill import begin_prefill, read_chunk
+from specjax.decode.score import list_next_logprobs
 from specjax.decode.state import DecodeState, RequestBatch, Settings
 from specjax.decode.step import run_step
 from specjax.decode.target_step import count_drafted, count_rows
@@ -38,6 +40,7 @@ __all__ = [
     "cache_axes",
     "empty_slots",
     "grow_caches",
+    "list_chunk",
     "new_caches",
     "prefill_chunk",
     "put",
@@ -197,6 +200,33 @@ def prefill_chunk(
         models = models._replace(drafter=None)
     *states, _ = read_chunk(models, *caches, token_ids, positions, rows=places)
     return PromptCaches(*states)
+
+
+@functools.partial(jax.jit, static_argnames="num_listed", donate_argnames="caches")
+def list_chunk(
+    models: Models,
+    caches: PromptCaches,
+    token_ids: jax.Array,
+    positions: jax.Array,
+    next_ids: jax.Array,
+    places: jax.Array | None = None,
+    *,
+    num_listed: int,
+) -> tuple[PromptCaches, TopLogprobs]:
+    """Returns the caches after a chunk, as `prefill_chunk`, and `TopLogprobs` of its next tokens.
+
+    Args:
+      models: as in `prefill_chunk`, as are the next three and `places`.
+      caches: before the chunk.
+      token_ids: i32[R, C].
+      positions: i32[R, C].
+      next_ids: i32[R, C], the token after each; -1 where none is listed.
+      places: i32[R], or None.
+      num_listed: most likely tokens that are listed for each.
+    """
+    *states, (hidden, _) = read_chunk(models, *caches, token_ids, positions, rows=places)
+    top = list_next_logprobs(models.target, hidden, next_ids, num_listed)
+    return PromptCaches(*states), top
 
 
 # Slots --------------------------------------------------------------------------------------------

@@ -15,9 +15,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax.checks import as_array, check_count, check_keys, parse_array, parse_ids
+from specjax.checks import (
+    as_array,
+    check_count,
+    check_flag,
+    check_keys,
+    parse_array,
+    parse_ids,
+)
 from specjax.decode.capacity import pad_eos
 from specjax.decode.matchers import MatchedText, Matcher
+from specjax.engine.prompt_logprobs import PromptListing
 from specjax.engine.request import FinishReason, Request, Stepper
 from specjax.engine.slots import RequestSettings
 from specjax.engine.stop_strings import StoppedText, Tokenizer, check_stop
@@ -50,6 +58,7 @@ class EngineLimits(NamedTuple):
       sampling: the fields that requests may set, without a batch axis; None for none.
       tokenizer: the engine's, or None.
       takes_matchers: whether requests may have matchers.
+      prompt_logprobs: whether requests may list their prompts.
     """
 
     max_length: int
@@ -57,6 +66,7 @@ class EngineLimits(NamedTuple):
     sampling: SamplingParams | None
     tokenizer: Tokenizer | None
     takes_matchers: bool
+    prompt_logprobs: bool = False
 
 
 class Submission(NamedTuple):
@@ -71,6 +81,7 @@ class Submission(NamedTuple):
     stop: str | Iterable[str] | None = ()
     matcher: Matcher | None = None
     seed: int | None = None
+    prompt_logprobs: bool = False
 
 
 class SampleArguments(TypedDict, total=False):
@@ -83,6 +94,7 @@ class SampleArguments(TypedDict, total=False):
     eos_token_ids: Any
     sampling: SamplingParams | None
     stop: str | Iterable[str] | None
+    prompt_logprobs: bool
 
 
 class SubmitArguments(SampleArguments, total=False):
@@ -100,6 +112,7 @@ class CheckedRequest(NamedTuple):
       stop: the stop strings.
       error: a sentence why the request is refused, or None.
       matched: a matcher that has read nothing, or None.
+      listing: of the prompt, empty; None if it is not listed.
     """
 
     token_ids: np.ndarray
@@ -107,6 +120,7 @@ class CheckedRequest(NamedTuple):
     stop: tuple[str, ...]
     error: str | None
     matched: MatchedText | None
+    listing: PromptListing | None = None
 
 
 def check_request(submission: Submission, limits: EngineLimits) -> CheckedRequest:
@@ -139,7 +153,8 @@ def check_request(submission: Submission, limits: EngineLimits) -> CheckedReques
             "stop is given, and the engine has no tokenizer to make text with; give one to Engine, "
             "or eos_token_ids."
         )
-    return CheckedRequest(ids, settings, strings, error, matched)
+    listing = PromptListing(ids) if _check_listed(submission.prompt_logprobs, limits) else None
+    return CheckedRequest(ids, settings, strings, error, matched, listing)
 
 
 def make_request(checked: CheckedRequest, limits: EngineLimits, stepper: Stepper) -> Request:
@@ -155,7 +170,7 @@ def make_request(checked: CheckedRequest, limits: EngineLimits, stepper: Stepper
     context = ids if checked.error is None else []
     text = None if tokenizer is None else StoppedText(tokenizer, context, checked.stop)
     max_new_tokens = int(checked.settings.max_lengths) - len(ids)
-    request = Request(ids, max_new_tokens, text, stepper, checked.matched)
+    request = Request(ids, max_new_tokens, text, stepper, checked.matched, checked.listing)
     if checked.error is not None:
         request.end(FinishReason.REFUSED, checked.error)
     return request
@@ -258,6 +273,16 @@ def _check_matcher(matcher: Matcher, limits: EngineLimits) -> MatchedText:
     matched = MatchedText(matcher, limits.vocab_size, "the request")
     matched.mask()  # Refuses a matcher of another vocabulary.
     return matched
+
+
+def _check_listed(prompt_logprobs: bool, limits: EngineLimits) -> bool:
+    """Returns whether a prompt is listed, or refuses that of an engine that cannot."""
+    if check_flag("prompt_logprobs", prompt_logprobs) and not limits.prompt_logprobs:
+        raise ValueError(
+            "prompt_logprobs is True, and the engine was made without; it needs "
+            "options=LoopOptions(num_logprobs=..., prompt_logprobs=True)."
+        )
+    return prompt_logprobs
 
 
 # Sampling parameters ------------------------------------------------------------------------------

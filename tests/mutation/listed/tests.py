@@ -63,6 +63,8 @@ __all__ = [
     "pivots",
     "sample_kernels",
     "searches",
+    "server_parameters",
+    "server_routes",
     "stop_strings",
     "text_streams",
     "soaks",
@@ -76,6 +78,7 @@ __all__ = [
     "theory",
     "token_automata",
     "token_maps",
+    "token_scores",
     "tokens",
     "transformer",
     "tree_laws",
@@ -163,6 +166,9 @@ split_models = _of("models/test_sharding.py")
 split_processing = _of("processing/test_split_processing.py")
 split_vocabulary = _of("samplers/test_split_vocabulary.py")
 split_kernels = _of("pallas/test_split.py")
+token_scores = _of("contrib/serve/test_token_scores.py")
+server_parameters = _of("contrib/serve/test_parameters.py")
+server_routes = _of("contrib/serve/test_app.py")
 token_maps = _of("samplers/test_token_map.py")
 token_automata = _of("contrib/grammars/test_token_automaton.py")
 tokens = _of("decode/test_commit.py")
