@@ -1,5 +1,7 @@
 """`score` gives the log-probabilities of one forward pass over each text."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -151,6 +153,29 @@ def test_greedy_tokens_are_the_argmax_and_ties_go_to_the_lowest_id():
     assert scores.is_argmax.tolist() == [False, True, False, False, True]
     assert scores.top_logprobs.token_ids[1:].tolist() == [[1, 3]] * 4
     assert scores.top_logprobs.rank.tolist() == [0, 1, 1, 3, 1]
+
+
+@pytest.mark.parametrize("chunk_size", [16, 128])
+def test_prompts_that_generate_and_init_list_have_their_scores(chunk_size):
+    model, prompts = decoder(), texts((37, 1, 2, 50))
+    options = specjax.LoopOptions(
+        prefill_chunk_size=chunk_size, num_logprobs=3, prompt_logprobs=True, max_length=60
+    )
+    values = {"keys": jax.random.key(0), "max_new_tokens": 4, "options": options}
+    output = specjax.generate(model, specjax.ngram_drafter(), prompts, **values)
+    state = specjax.init(model, specjax.ngram_drafter(), prompts, **values)
+    for i, scores in enumerate(specjax.score(model, prompts, options=options)):
+        for listed in (output.top_logprobs, state.top_logprobs):
+            for buffer, expected in zip(listed, scores.top_logprobs, strict=True):
+                row = buffer[i, : len(prompts[i])]
+                np.testing.assert_allclose(row, expected, atol=1e-5, rtol=1e-5)
+        assert (output.logprobs[i, : len(prompts[i])] == 0).all()
+    values["options"] = dataclasses.replace(options, prompt_logprobs=False)
+    plain = specjax.generate(model, specjax.ngram_drafter(), prompts, **values)
+    np.testing.assert_array_equal(output.token_ids, plain.token_ids)
+    after = np.arange(60) >= np.array([[len(prompt)] for prompt in prompts])
+    for buffer, expected in zip(output.top_logprobs, plain.top_logprobs, strict=True):
+        np.testing.assert_allclose(buffer[after], expected[after], atol=1e-5, rtol=1e-5)
 
 
 def test_impossible_tokens_have_minus_infinity_and_invalid_rows_nan():
