@@ -34,7 +34,7 @@ from specjax.decode.target_step import apply_model, vocabulary_size
 from specjax.devices.placement import with_auto_axes
 from specjax.types import Model
 
-__all__ = ["TextScores", "list_next_logprobs", "score"]
+__all__ = ["TextScores", "list_next_logprobs", "new_cache", "score"]
 
 # Texts that are read together by default.
 _BATCH_SIZE = 8
@@ -211,7 +211,7 @@ def _read_batch(
     for row, text in zip(token_ids, texts, strict=True):
         row[: text.size] = text
     run = functools.partial(_read_chunk, num_listed=max(1, num_logprobs or 0))
-    cache = _new_cache(model, size=len(texts), max_length=max_length)
+    cache = new_cache(model, size=len(texts), max_length=max_length)
     chunks = []
     for start in range(0, num_chunks * chunk_size, chunk_size):
         index = np.arange(start, start + chunk_size, dtype=np.int32)[None]
@@ -228,7 +228,8 @@ def _read_batch(
 
 
 @functools.partial(jax.jit, static_argnames=("size", "max_length"))
-def _new_cache(model: Model, *, size: int, max_length: int) -> Any:
+def new_cache(model: Model, *, size: int, max_length: int) -> Any:
+    """Returns a cache for B texts that a program can take the memory of."""
     # Copies: a buffer that two leaves share cannot be donated.
     return jax.tree.map(jnp.copy, model.init_cache(size, max_length))
 
