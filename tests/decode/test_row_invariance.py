@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import specjax
+from specjax.markov_chain import markov_chain
 from specjax.models import TransformerConfig, build
 
 pytestmark = pytest.mark.lenient
@@ -67,6 +68,13 @@ def test_a_model_whose_rows_do_not_depend_on_others_is_invariant():
     assert [tuple(case) for case in found.cases] == [
         (*case, 0, 0, None, "", 0.0, 0) for case in CASES
     ]
+
+
+def test_cases_are_each_batch_size_with_each_chunk_size_and_place():
+    chain = markov_chain([[0.1, 0.9], [0.8, 0.2]])
+    found = specjax.check_row_invariance(chain, [0, 1, 1], batch_sizes=(2,), chunk_sizes=(2,))
+    cases = [specjax.RowCase(2, 2, place, 0, 0, None, "", 0.0, 0) for place in (0, 1)]
+    assert found == specjax.RowInvariance(3, tuple(cases))
 
 
 def test_rows_that_depend_on_the_chunk_are_found():
