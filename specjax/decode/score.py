@@ -122,7 +122,8 @@ def score(
         batch = [rows[i] for i in members] + [_NO_TOKENS] * (batch_size - len(members))
         with explain_out_of_memory(Models(model, None), batch_size, max_length):
             size = min(chunk_size, max_length)
-            top = _read_batch(model, batch, max_length, size, options.num_logprobs)
+            operands = (model, batch, max_length, size, options.num_logprobs)
+            top = with_auto_axes(_read_batch, model.placement, *operands, like=())
         for place, i in enumerate(members):
             scores[i] = _scores_of(rows[i], top, place, options.num_logprobs)
     return [scores[i] for i in range(len(rows))]
@@ -218,8 +219,7 @@ def _read_batch(
         positions = np.where(index < lengths - 1, index, np.int32(-1))
         next_ids = token_ids[:, start + 1 : start + chunk_size + 1]
         ids = np.where(positions < 0, 0, token_ids[:, start : start + chunk_size])
-        operands = (model, cache, ids, positions, next_ids)
-        cache, top = with_auto_axes(run, model.placement, *operands, like=())
+        cache, top = run(model, cache, ids, positions, next_ids)
         chunks.append(top)
     whole: TopLogprobs = jax.tree.map(
         lambda *values: np.concatenate(values, axis=1), *jax.device_get(chunks)
