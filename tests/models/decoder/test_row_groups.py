@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 from machine import has_gpu
 
+from specjax.implementation import Implementation
 from specjax.models import TransformerConfig, build
 from specjax.models.decoder.dispatch import run_product
+from specjax.models.decoder.pallas.tilings import DecodeConfig
 
 pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
 
@@ -57,10 +59,13 @@ def text(length=TOKENS):
     return np.random.default_rng(0).integers(0, 64, length, np.int32)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_rows_are_those_of_the_plain_step(kind, kernels):
+# Programs share the segments of a text, or each reads all.
+@pytest.mark.parametrize(("kind", "whole"), [*((kind, 256) for kind in KINDS), ("llama", 1)])
+def test_rows_are_those_of_the_plain_step(kind, whole, kernels):
     plain = build(KINDS[kind], implementation="xla")
-    ours = build(KINDS[kind], plain.params, implementation=kernels, row_invariant=True)
+    implementation = Implementation(kernels, (DecodeConfig(min_whole_programs=whole),))
+    params = plain.params
+    ours = build(KINDS[kind], params, implementation=implementation, row_invariant=True)
     found = read(ours, text(), 145, place=1, size=2)
     np.testing.assert_allclose(found, read(plain, text(), 145), atol=TOLERANCE, rtol=TOLERANCE)
 

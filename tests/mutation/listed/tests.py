@@ -37,6 +37,7 @@ __all__ = [
     "greedy_logprobs",
     "head_folders",
     "interpreted",
+    "invariant_texts",
     "json_schemas",
     "kept_requests",
     "kept_sets",
@@ -56,6 +57,7 @@ __all__ = [
     "queues",
     "ragged",
     "refusals",
+    "row_groups",
     "row_invariance",
     "row_masks",
     "rule_values",
@@ -151,6 +153,8 @@ products = _of("models/decoder/test_matmul.py")
 ragged = _of("samplers/test_ragged.py")
 refusals = _of("samplers/test_refusals.py")
 saved_programs = _of("decode/compile/test_saved_programs.py")
+invariant_texts = _of("models/test_invariant_texts.py")
+row_groups = _of("models/decoder/test_row_groups.py")
 row_invariance = _of("decode/test_row_invariance.py")
 row_masks = _of("decode/test_matchers.py")
 rule_values = _of("samplers/test_rules.py")

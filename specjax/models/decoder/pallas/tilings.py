@@ -57,9 +57,8 @@ MIN_MMA = 16
 _LONG_ROWS, _MAX_LONG_ROWS = 64, 128
 
 # Where a row's bits depend on no other row: rows of a tile of queries, its warps, and the blocks of
-# a segment. 32 rows are the heads of 8 tokens of an 8B model's key-value head. So many programs
-# read whole texts, segment after segment; fewer share them.
-_INVARIANT_ROWS, _INVARIANT_WARPS, _SEGMENT, _MIN_WHOLE_PROGRAMS = 32, 4, 4, 256
+# a segment. 32 rows are the heads of 8 tokens of an 8B model's key-value head.
+_INVARIANT_ROWS, _INVARIANT_WARPS, _SEGMENT = 32, 4, 4
 
 # Rows of a product's tile, where a row's bits depend on no other row.
 INVARIANT_BLOCK_M = 128
@@ -90,6 +89,8 @@ class DecodeConfig:
       max_matmul_rows: rows up to which the kernels multiply; XLA multiplies more.
       row_invariant: whether a row's bits depend on no other row. Then sums have one order for any
         number of rows, the kernels multiply all of them, and the sizes above are not read.
+      min_whole_programs: with `row_invariant`, programs of attention from which on each reads a
+        whole text, segment after segment; fewer share its segments.
     """
 
     prepares_in_attention: bool | None = None
@@ -99,6 +100,7 @@ class DecodeConfig:
     combines_in_attention: bool | None = None
     max_matmul_rows: int = 128
     row_invariant: bool = False
+    min_whole_programs: int = 256
 
     def for_row_invariance(self) -> Self:
         """Returns the choices with which a row's bits depend on no other row."""
@@ -277,7 +279,7 @@ def attention_tiling(
         if num_rows > _MAX_LONG_ROWS or num_stages == 0:
             return None
         num_tiles = -(-num_padded_tokens // (num_rows // queries_per_kv))
-        is_whole = batch * num_kv_heads * num_tiles >= _MIN_WHOLE_PROGRAMS
+        is_whole = batch * num_kv_heads * num_tiles >= config.min_whole_programs
         num_splits = 1 if is_whole else -(-num_slots // (BLOCK_KV * _SEGMENT))
         return AttentionTiling(
             prepares_in_attention=False,
