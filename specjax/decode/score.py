@@ -260,6 +260,8 @@ def list_next_logprobs(
       next_ids: i32[B, C], the token after each; -1 for a row that is not read.
       num_listed: most likely tokens that are listed.
     """
+    # So that XLA compiles the layers as it does where no logits follow: caches keep their bits.
+    hidden = jax.lax.optimization_barrier(hidden)
     logits = model.logits(model.params, hidden)
     check_model_logits("target.logits", logits, hidden)
     return list_top_logprobs(logits, next_ids, jnp.float32(1), None, n=num_listed)

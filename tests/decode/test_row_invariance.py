@@ -145,6 +145,14 @@ def test_a_decoder_alone_and_a_token_at_a_time_is_its_own_reference():
     assert len(lines) == len(found.cases) == 8
 
 
+def test_a_decoder_that_promises_it_is_invariant():
+    config = TransformerConfig(V, 64, 96, 1, 4, 2, 32)
+    sizes = {"batch_sizes": (1, 9), "chunk_sizes": (1, 4)}
+    promised = specjax.check_row_invariance(build(config, row_invariant=True), TEXT, **sizes)
+    assert promised.is_invariant, f"\n{promised}"
+    assert not specjax.check_row_invariance(build(config), TEXT, **sizes).is_invariant
+
+
 @pytest.mark.parametrize(
     ("text", "options", "words"),
     [

@@ -8,6 +8,8 @@ import pytest
 from compilations import compilations
 
 import specjax
+from specjax.decode.drafters import Models
+from specjax.engine import slots
 from specjax.engine.prefill_batch import PrefillBatch
 from specjax.engine.programs import BatchShape, warm_up
 from specjax.engine.submission import Submission, check_request
@@ -16,7 +18,8 @@ from specjax.models import TransformerConfig, build
 pytestmark = pytest.mark.lenient
 
 V, S, PIECE, NUM_PIECES = 64, 96, 8, 6
-TARGET = build(TransformerConfig(V, 32, 64, 2, 4, 2, 8), seed=3)
+CONFIG = TransformerConfig(V, 32, 64, 2, 4, 2, 8)
+TARGET = build(CONFIG, seed=3)
 DRAFTER = specjax.model_drafter(build(TransformerConfig(V, 16, 32, 1, 2, 1, 8), seed=4))
 PROMPTS = [np.random.default_rng(n).integers(0, V, n).tolist() for n in (37, 1, 70, 2, 25, 9)]
 OPTIONS = specjax.LoopOptions(
@@ -92,6 +95,24 @@ def test_prompts_have_the_log_probabilities_of_a_forward_pass(batch, listed):
             check(request, expected[i % 6])
         else:
             assert request.prompt_logprobs is None
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_listing_changes_no_bit_of_the_caches(dtype):
+    target = build(dataclasses.replace(CONFIG, dtype=dtype), seed=3)
+    models = Models(target, DRAFTER)
+    random = np.random.default_rng(0)
+    token_ids = random.integers(0, V, (3, 40)).astype(np.int32)
+    positions = np.where(np.arange(40) < [[40], [7], [23]], np.arange(40), -1).astype(np.int32)
+    plain = slots.new_caches(models, max_length=S, size=3)
+    listed = slots.new_caches(models, max_length=S, size=3)
+    for _ in range(2):  # The second chunk reads what the first wrote.
+        plain = slots.prefill_chunk(models, plain, token_ids, positions)
+        operands = (models, listed, token_ids, positions, positions)
+        listed, _ = slots.list_chunk(*operands, num_listed=2)
+        positions = np.where(positions < 0, -1, positions + 40)
+    for one, other in zip(*map(jax.tree.leaves, (plain, listed)), strict=True):
+        np.testing.assert_array_equal(*(x.astype(np.float32) for x in (one, other)))
 
 
 def test_samples_share_the_rows_of_their_prompt_and_a_preempted_request_keeps_them():
