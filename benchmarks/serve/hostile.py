@@ -4,7 +4,8 @@ python -m benchmarks.serve.hostile
 
 The server is the small model of `benchmarks.serve.soak`, a process of its own. One client sends the
 bodies, one after another. Another asks for /health again and again: what it waits for is what the
-event loop was held up. It prints the statuses, and the bodies by which it waited longest.
+event loop was held up. A body by which it waited long is sent again, up to three times. It prints
+the statuses, and the bodies by which it waited longest.
 """
 
 import asyncio
@@ -75,6 +76,8 @@ def hostile_bodies() -> list[bytes]:
         {"messages": messages * 3000},
         {"prompt": [[1]] * 100_000},
         {"prompt": [1] * 400_000},
+        # An answer of megabytes.
+        {"prompt": [[1] * 100] * 128, "echo": True, "logprobs": 5, "max_tokens": 20},
     ]
     bodies += [{"prompt": "a", "stop": ["a" * i for i in range(1, 400)]}]
     bodies += [{"prompt": "a", "n": 128, "max_tokens": 1}, {"prompt": ["a"] * 128, "n": 128}]
@@ -85,7 +88,7 @@ def hostile_bodies() -> list[bytes]:
 async def measure(port: int) -> tuple[collections.Counter[str], list[tuple[float, float, str]]]:
     """Statuses, and for each body the longest wait for /health in ms, its own ms, its beginning."""
     statuses, waits = collections.Counter[str](), list[tuple[float, float, str]]()
-    longest = 0.0
+    longest, bodies = 0.0, hostile_bodies()
 
     async def watch() -> None:
         nonlocal longest
@@ -100,14 +103,18 @@ async def measure(port: int) -> tuple[collections.Counter[str], list[tuple[float
         await send(port, request_of(body), None)
     watching = asyncio.ensure_future(watch())
     await asyncio.sleep(0.5)
-    for body in hostile_bodies():
-        longest, start = 0.0, time.perf_counter()
-        chat = b'"messages"' in body
-        path = "/v1/chat/completions" if chat else "/v1/completions"
-        status = await send(port, request_of(body, path), None)
+    for body in bodies:
+        path = "/v1/chat/completions" if b'"messages"' in body else "/v1/completions"
+        tries = list[tuple[float, float]]()
+        # Again where others waited long: that may be another program of this machine.
+        while not tries or (len(tries) < 4 and min(tries)[0] > MOST_MS / 2):
+            longest, start = 0.0, time.perf_counter()
+            status = await send(port, request_of(body, path), None)
+            own = 1e3 * (time.perf_counter() - start)
+            await asyncio.sleep(0.02)
+            tries.append((longest, own))
         statuses[status] += 1
-        await asyncio.sleep(0.02)
-        waits.append((longest, 1e3 * (time.perf_counter() - start), body[:60].decode("latin-1")))
+        waits.append((*min(tries), body[:60].decode("latin-1")))
     watching.cancel()
     return statuses, sorted(waits, reverse=True)
 

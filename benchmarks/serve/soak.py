@@ -44,6 +44,7 @@ MODEL = models.TransformerConfig(
 )
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
 OPTIONS = ["--port", "0", "--num-slots", "8", "--max-length", "128", "--max-waiting", "256"]
+OPTIONS += ["--max-logprobs", "5"]
 LEAVES, MOST_SECONDS = 0.4, 0.15
 # What may be left more than after the first tenth, of the allocators of Python and of C.
 MOST_KILOBYTES = 8 * 1024
@@ -62,6 +63,8 @@ def draw_request(draw: random.Random) -> bytes:
         body |= {"top_p": 0.9, "frequency_penalty": 0.5}
     if draw.random() < 0.5:
         body["prompt"] = [draw.randrange(1, 4096) for _ in range(draw.randint(1, 80))]
+        if draw.random() < 0.3:
+            body |= {"echo": True, "logprobs": draw.randint(0, 5)}
         return request_of(json.dumps(body).encode())
     body["messages"] = [{"role": "user", "content": "def f(x): " * draw.randint(1, 5)}]
     if draw.random() < 0.05:

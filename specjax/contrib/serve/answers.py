@@ -1,29 +1,33 @@
 """An answer to a request for texts: it submits, waits or streams, and aborts if the client goes.
 
-    submit in a thread -> choices -> parts of all -> one object, or an event for each part
+    submit in a thread -> choices -> wait for all -> one object
+                                  -> chunks of all -> an event for each
 
 A client that goes is a message of `receive`: the work is cancelled, and its choices are closed. A
 client that reads slowly fills its socket: `send` waits, and tokens of that time share a chunk.
 """
 
 import asyncio
+import functools
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from concurrent.futures import Executor
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from specjax.contrib.serve.errors import ApiError, error_body, error_headers
 from specjax.contrib.serve.parameters import Parameters
-from specjax.contrib.serve.responses import END_OF_STREAM, Part, Reply, event, to_json
+from specjax.contrib.serve.responses import END_OF_STREAM, Reply, event, to_json
 from specjax.contrib.serve.service import Choice, Service
+from specjax.engine.request import StreamChunk
 from specjax.engine.usage import Usage
 
 __all__ = ["TextAnswer", "error_response", "json_response"]
 
+_T = TypeVar("_T")
 _STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
 
@@ -70,17 +74,19 @@ class TextAnswer:
         except ApiError as error:
             await error_response(error)(scope, receive, send)
             return
-        reply = self._kind(
-            uuid.uuid4().hex, int(time.time()), self._service.name, self._service.texts
-        )
+        service = self._service
+        reply = self._kind(uuid.uuid4().hex, int(time.time()), service.name, service.texts)
         try:
             if parameters.stream:
                 await self._stream(parameters, choices, reply, send)
             else:
-                response = await _whole(choices, reply, parameters.num_samples)
+                response = await self._whole(parameters, choices, reply)
                 await response(scope, receive, send)
         finally:
             _close(choices)
+
+    def _in_thread(self, call: Callable[[], _T]) -> "asyncio.Future[_T]":
+        return asyncio.get_running_loop().run_in_executor(self._executor, call)
 
     async def _submit(self) -> tuple[Parameters, list[Choice]]:
         def submit() -> tuple[Parameters, list[Choice]]:
@@ -88,7 +94,7 @@ class TextAnswer:
             return parameters, self._service.submit(parameters)
 
         # A thread cannot be cancelled: what it submits for a client that has gone is closed then.
-        future = asyncio.get_running_loop().run_in_executor(self._executor, submit)
+        future = self._in_thread(submit)
         try:
             return await asyncio.shield(future)
         except asyncio.CancelledError:
@@ -107,34 +113,42 @@ class TextAnswer:
 
         begun = set[int]()
         try:
-            async for part in _merge(choices, self._service.limits.chunk_seconds):
-                first = None if part.choice in begun else reply.first_chunk(part.choice)
-                begun.add(part.choice)
-                head = b"" if first is None else event(first)
-                await write(head + event(reply.chunk(part)))
+            async for choice, chunk in _merge(choices, self._service.limits.chunk_seconds):
+                make = functools.partial(_events, reply, choice, chunk, choice.index not in begun)
+                data = await self._in_thread(make) if choice.is_long(chunk) else make()
+                if data:
+                    begun.add(choice.index)
+                    await write(data)
             if parameters.include_usage:
                 await write(event(reply.usage_chunk(_usage(choices, parameters.num_samples))))
         except ApiError as error:
             await write(event(error_body(error)))
         await write(END_OF_STREAM, more=False)
 
+    async def _whole(
+        self, parameters: Parameters, choices: Sequence[Choice], reply: Reply
+    ) -> Response:
+        """Returns the answer to a request that is no stream."""
 
-async def _whole(choices: Sequence[Choice], reply: Reply, num_samples: int) -> Response:
-    """Returns the answer to a request that is no stream."""
-    try:
-        parts = [_join([part async for part in choice.parts()]) for choice in choices]
-    except ApiError as error:
-        return error_response(error)
-    return json_response(reply.whole(parts, _usage(choices, num_samples)))
+        def make(choice: Choice) -> bytes:
+            return reply.choice(choice.whole())
+
+        try:
+            for choice in choices:
+                await choice.stream.aresult()
+            parts = [await self._in_thread(functools.partial(make, choice)) for choice in choices]
+        except ApiError as error:
+            return error_response(error)
+        body = reply.whole(parts, _usage(choices, parameters.num_samples))
+        return Response(body, media_type="application/json")
 
 
-def _join(parts: Sequence[Part]) -> Part:
-    """Returns the parts of one choice as one."""
-    last = parts[-1]
-    scores = None if last.scores is None else [x for part in parts for x in part.scores or ()]
-    offsets = [x for part in parts for x in part.offsets]
-    text = "".join(part.text for part in parts)
-    return last._replace(text=text, scores=scores, offsets=offsets)
+def _events(reply: Reply, choice: Choice, chunk: StreamChunk, is_first: bool) -> bytes:
+    """Returns what a stream writes for a chunk of a choice; nothing for one without text."""
+    part = choice.part(chunk)
+    if not part.text and not part.scores and part.finish_reason is None:
+        return b""
+    return (reply.first_event(choice.index) if is_first else b"") + event(reply.chunk(part))
 
 
 def _usage(choices: Sequence[Choice], num_samples: int) -> dict[str, Any]:
@@ -145,45 +159,39 @@ def _usage(choices: Sequence[Choice], num_samples: int) -> dict[str, Any]:
     return total._replace(prompt_tokens=num_prompt_tokens).to_dict()
 
 
-async def _merge(choices: Sequence[Choice], seconds: float) -> AsyncIterator[Part]:
-    """Yields the parts of all choices as they come, those of a choice not closer than `seconds`."""
+async def _merge(
+    choices: Sequence[Choice], seconds: float
+) -> AsyncIterator[tuple[Choice, StreamChunk]]:
+    """Yields the chunks of all choices as they come, of each not closer than `seconds`."""
     if len(choices) == 1:
-        async for part in _spaced(choices[0].parts(), seconds):
-            yield part
+        async for pair in _spaced(choices[0], seconds):
+            yield pair
         return
-    # With room for one part, choices wait while the client reads slowly.
-    parts = asyncio.Queue[Part | BaseException | None](1)
+    # With room for one, choices wait while the client reads slowly.
+    pairs = asyncio.Queue[tuple[Choice, StreamChunk]](1)
 
     async def feed(choice: Choice) -> None:
-        try:
-            async for part in _spaced(choice.parts(), seconds):
-                await parts.put(part)
-            await parts.put(None)
-        except ApiError as error:
-            await parts.put(error)
+        async for pair in _spaced(choice, seconds):
+            await pairs.put(pair)
 
     tasks = [asyncio.ensure_future(feed(choice)) for choice in choices]
     try:
         num_going = len(tasks)
         while num_going:
-            item = await parts.get()
-            if isinstance(item, BaseException):
-                raise item
-            if item is None:
-                num_going -= 1
-            else:
-                yield item
+            choice, chunk = await pairs.get()
+            num_going -= chunk.finish_reason is not None
+            yield choice, chunk
     finally:
         await _cancel(tasks)
 
 
-async def _spaced(parts: AsyncIterator[Part], seconds: float) -> AsyncIterator[Part]:
-    """Yields parts; what comes within `seconds` of the part before is in the next one."""
-    async for part in parts:
+async def _spaced(choice: Choice, seconds: float) -> AsyncIterator[tuple[Choice, StreamChunk]]:
+    """Yields chunks; what comes within `seconds` of the chunk before is in the next one."""
+    async for chunk in choice.stream:
         begin = time.monotonic()
-        yield part
+        yield choice, chunk
         rest = begin + seconds - time.monotonic()
-        if rest > 0 and part.finish_reason is None:
+        if rest > 0 and chunk.finish_reason is None:
             await asyncio.sleep(rest)
 
 

@@ -160,6 +160,8 @@ class _Routes:
         tokens = fields.read_fields(body, readers).get("tokens")
         size = self._limits.vocab_size
         ids = tokens if isinstance(tokens, list) else [None]
+        if len(ids) > self._limits.max_length:
+            raise ApiError(f"tokens has more than {self._limits.max_length} ids.", "tokens")
         if not all(type(token) is int and 0 <= token < size for token in ids):
             raise ApiError(f"tokens needs a list of ids in [0, {size}).", "tokens")
         return {"prompt": self._service.codec.tokenizer.decode(ids, skip_special_tokens=False)}

@@ -1,6 +1,6 @@
 """Objects of OpenAI's answers: whole ones, and chunks of a stream.
 
-    `Part` of a choice -> `Reply.whole` or `Reply.chunk` -> an object -> `event`
+    `Part` of a choice -> `Reply.choice` or `Reply.chunk` -> an object -> `event`
 
 `CompletionReply` and `ChatReply` differ in the names of their objects, and in where a choice has
 its text.
@@ -67,10 +67,14 @@ class Reply:
         self._head = {"id": self.prefix + id, "created": created, "model": model}
         self._texts = texts
 
-    def whole(self, parts: Sequence[Part], usage: Mapping[str, object]) -> dict[str, Any]:
-        """Returns the answer of one part for each choice."""
-        choices = [self._ending(part) | self._message(part) for part in parts]
-        return self._head | {"object": self.whole_name, "choices": choices, "usage": usage}
+    def choice(self, part: Part) -> bytes:
+        """Returns a choice of a whole answer, as JSON."""
+        return to_json(self._ending(part) | self._message(part))
+
+    def whole(self, choices: Sequence[bytes], usage: Mapping[str, object]) -> bytes:
+        """Returns a whole answer as JSON, of the choices in JSON: they may have megabytes."""
+        rest = to_json(self._head | {"object": self.whole_name, "usage": usage})
+        return b'{"choices":[' + b",".join(choices) + b"]," + rest[1:]
 
     def chunk(self, part: Part) -> dict[str, Any]:
         """Returns a chunk with one choice."""
@@ -81,9 +85,9 @@ class Reply:
         """Returns the last chunk of a stream, which counts tokens and has no choices."""
         return self._head | {"object": self.chunk_name, "choices": [], "usage": usage}
 
-    def first_chunk(self, index: int) -> dict[str, Any] | None:
-        """Returns the chunk that begins a choice, or None."""
-        return None
+    def first_event(self, index: int) -> bytes:
+        """Returns the event that begins a choice, if there is one."""
+        return b""
 
     def _ending(self, part: Part) -> dict[str, Any]:
         logprobs = None if part.scores is None else self._logprobs(part.scores, part.offsets)
@@ -110,11 +114,11 @@ class ChatReply(Reply):
 
     prefix, whole_name, chunk_name = "chatcmpl-", "chat.completion", "chat.completion.chunk"
 
-    def first_chunk(self, index: int) -> dict[str, Any] | None:
-        """Returns the chunk that names who speaks."""
+    def first_event(self, index: int) -> bytes:
+        """Returns the event that names who speaks."""
         delta = {"role": "assistant", "content": "", "refusal": None}
         choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
-        return self._head | {"object": self.chunk_name, "choices": [choice]}
+        return event(self._head | {"object": self.chunk_name, "choices": [choice]})
 
     def _logprobs(self, scores: list[TokenScore], offsets: list[int]) -> dict[str, Any]:
         return chat_logprobs(scores, self._texts)

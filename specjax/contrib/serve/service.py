@@ -1,11 +1,11 @@
 """`Service`: submits what a request asks for to the engine, and makes parts of what comes back.
 
-Parameters -> `Service.submit` -> a `Choice` of each sample of each prompt -> `Choice.parts`
+Parameters -> `Service.submit` -> a `Choice` of each sample of each prompt -> `Choice.part`
 """
 
 import queue
 import secrets
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -29,6 +29,9 @@ __all__ = ["Choice", "Service"]
 
 # Values by which a field of `SamplingParams` changes nothing.
 _OFF = {"top_k": (0, -1), "top_p": (1,), "min_p": (0,), "repetition_penalty": (1,)}
+
+# Tokens of a chunk from which on its part is made in a thread.
+_MANY = 128
 
 
 class Choice:
@@ -54,19 +57,21 @@ class Choice:
         self._num_logprobs, self._echoed = parameters.num_logprobs, echoed
         self._offsets = Offsets(texts)
 
-    async def parts(self) -> AsyncIterator[Part]:
-        """Yields what the choice gained, until its end.
+    def whole(self) -> Part:
+        """Returns all of a choice that has ended, from which no part was taken."""
+        return self.part(self.stream.request.chunk_from(0, 0))
+
+    def is_long(self, chunk: StreamChunk) -> bool:
+        """Returns whether the part of a chunk takes milliseconds to make."""
+        lists_prompt = self._echoed is not None and self._num_logprobs is not None
+        return lists_prompt or len(chunk.token_ids) > _MANY
+
+    def part(self, chunk: StreamChunk) -> Part:
+        """Returns what a chunk adds; the first adds the prompt, too, if it is echoed.
 
         Raises:
-          ApiError: if it ends otherwise than by its length, an end token or a stop string.
+          ApiError: if the choice ends otherwise than by its length, an end token or a stop string.
         """
-        async for chunk in self.stream:
-            part = self._part(chunk)
-            if part.text or part.scores or part.finish_reason is not None:
-                yield part
-
-    def _part(self, chunk: StreamChunk) -> Part:
-        """Returns what a chunk adds; the first adds the prompt, too, if it is echoed."""
         text, scores, offsets = chunk.text, None, list[int]()
         if self._num_logprobs is not None:
             scores = self._scores(chunk)

@@ -63,7 +63,7 @@ MUTATIONS = (
         "each part of a character counts as one",
     ),
     Mutation(
-        f"{_SERVE}service.Choice._part",
+        f"{_SERVE}service.Choice.part",
         "self._prompt_scores() + scores",
         "scores",
         server_routes("test_echo_lists_the_prompt_as_a_forward_scores_it"),
