@@ -1,6 +1,6 @@
-"""The `specjax` command: `generate` and `sweep`.
+"""The `specjax` command: `generate`, `chat` and `sweep`.
 
-Open `command` first: it parses the arguments and runs one of the two.
+Open `command` first: it parses the arguments and runs one of them.
 
 | module | what it holds |
 |---|---|
@@ -10,6 +10,7 @@ Open `command` first: it parses the arguments and runs one of the two.
 | `model_pair` | loads the target and the draft, encodes prompts, makes the grammar of a schema |
 | `run_generate`, `generate` | reads one prompt's job; decodes and times it |
 | `stream_programs`, `program_store` | what `generate` runs; what the next one reads |
+| `chat` | answers the turns of a conversation, each from the caches of those before |
 | `batch` | decodes a file of prompts through the engine |
 | `sweep` | measures every number of drafted tokens, K = 0, 1, ..., and chooses the best |
 | `json_report` | the object of `--json`, and whether a text is exact |

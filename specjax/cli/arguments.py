@@ -1,4 +1,4 @@
-"""Options of `specjax generate` and `specjax sweep`, checked before any file is read."""
+"""Options of the command's parts, checked before any file is read."""
 
 import argparse
 import importlib.util
@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from specjax.cli.option_table import Option, add_options, check_limits, flag, option_name
+from specjax.cli.option_table import Option, add_options, check_limits, flag, option_name, without
 from specjax.cli.processes import (
     MESH_OPTIONS,
     PROCESS_OPTIONS,
@@ -63,6 +63,15 @@ _TEXT_OPTIONS = {
         *(int, "SEED", "random seed in [0, 2**32)", (0, 2**32 - 1), 0), needs="in [0, 2**32)"
     ),
 }
+_CHAT_OPTIONS = _TEXT_OPTIONS | {
+    "max_new_tokens": _TEXT_OPTIONS["max_new_tokens"]._replace(
+        text="most tokens of an answer", default=1024
+    ),
+    "system": Option(str, "TEXT", "the system message"),
+    "quiet": flag("print the answers alone"),
+}
+# What the code that `chat` shares with `generate` asks for.
+_NOT_OF_CHAT = {"chat": True, "logprobs": None, "process": None, "usual_acceptance_rate": None}
 SAMPLING_OPTIONS = {
     "top_k": Option(int, "K", "keep the K most probable tokens; 0 disables", (0, 2**31 - 1)),
     "top_p": Option(float, "P", "keep the most probable tokens that sum to P; 1 disables", (0, 1)),
@@ -158,6 +167,13 @@ def _make_parser() -> argparse.ArgumentParser:
     version = f"specjax {__version__}, tested with jax up to {NEWEST_TESTED_JAX}"
     parser.add_argument("--version", action="version", version=version)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _add_generate(commands)
+    _add_chat(commands)
+    _add_sweep(commands)
+    return parser
+
+
+def _add_generate(commands: Any) -> None:
     generate = commands.add_parser(
         "generate",
         help="continue a prompt by speculative decoding",
@@ -177,6 +193,32 @@ def _make_parser() -> argparse.ArgumentParser:
     add_options(generate.add_argument_group("a file of prompts"), _BATCH_OPTIONS)
     group = generate.add_argument_group("decoding")
     add_options(group, _TEXT_OPTIONS | SAMPLING_OPTIONS | _OUTPUT_OPTIONS)
+    _add_stop(group)
+    add_options(generate.add_argument_group("speculation"), SPECULATION_OPTIONS)
+    add_options(generate.add_argument_group("report"), _REPORT_OPTIONS)
+
+
+def _add_chat(commands: Any) -> None:
+    chat = commands.add_parser(
+        "chat",
+        help="hold a conversation",
+        description="Answers messages, lines of standard input, by the target's chat template. "
+        "The models read only the tokens of a turn that the turns before have not left in their "
+        "caches. /help lists the commands of a conversation.",
+        allow_abbrev=False,
+    )
+    chat.set_defaults(**_NOT_OF_CHAT)
+    group = chat.add_argument_group("models")
+    pair_options = _PAIR_OPTIONS | {"draft": _DRAFT_OR_NONE}
+    add_options(group, without(pair_options, "chat") | MESH_OPTIONS)
+    group = chat.add_argument_group("answers")
+    add_options(group, _CHAT_OPTIONS | SAMPLING_OPTIONS)
+    _add_stop(group)
+    speculation = without(SPECULATION_OPTIONS, "usual_acceptance_rate")
+    add_options(chat.add_argument_group("speculation"), speculation)
+
+
+def _add_stop(group: Any) -> None:
     group.add_argument(
         "--stop",
         action="append",
@@ -184,10 +226,6 @@ def _make_parser() -> argparse.ArgumentParser:
         metavar="TEXT",
         help="the text ends before the first TEXT in it; may be given several times",
     )
-    add_options(generate.add_argument_group("speculation"), SPECULATION_OPTIONS)
-    add_options(generate.add_argument_group("report"), _REPORT_OPTIONS)
-    _add_sweep(commands)
-    return parser
 
 
 def _add_sweep(commands: Any) -> None:
@@ -247,22 +285,31 @@ def parse_options(argv: list[str] | None) -> tuple[argparse.Namespace, Speculati
     check_mesh_options(options)
     if options.command == "sweep":
         return options, _parse_sweep_options(options)
-    check_limits(options, SAMPLING_OPTIONS | _OUTPUT_OPTIONS)
+    check_limits(options, SAMPLING_OPTIONS)
     options.stop = check_stop(options.stop, "--stop")
+    if options.command == "chat":
+        _check_draft_options(options)
+        return options, make_config(options)
+    check_limits(options, _OUTPUT_OPTIONS)
     if options.quiet and not options.json and (options.compare or options.logprobs is not None):
         option = "--compare" if options.compare else "--logprobs"
         raise ValueError(f"--quiet prints the text alone, and {option} asks for more; give one.")
     check_process_options(options)
     _check_batch_options(options)
+    _check_draft_options(options)
+    if options.prompt is not None and options.prompt_file is not None:
+        raise ValueError("a prompt and --prompt-file are given; give one of them.")
+    return options, make_config(options)
+
+
+def _check_draft_options(options: argparse.Namespace) -> None:
+    """Refuses options of drafts without a draft."""
     names = ("num_speculative_tokens", "step_costs", "usual_acceptance_rate", "rule")
     methods = {"rejection_sample_method": "synthetic", "draft_sample_method": "greedy"}
     drafting = _list_options(options, *names)
     drafting += [f"{option_name(x)} {y}" for x, y in methods.items() if getattr(options, x) == y]
     if options.draft == "none" and drafting:
         raise ValueError(f"--draft is none, so nothing is drafted; {drafting[0]} needs a draft.")
-    if options.prompt is not None and options.prompt_file is not None:
-        raise ValueError("a prompt and --prompt-file are given; give one of them.")
-    return options, make_config(options)
 
 
 def _list_options(options: argparse.Namespace, *names: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""The `specjax` command: parses, runs `generate` or `sweep`, turns errors into exit codes."""
+"""The `specjax` command: parses, runs one of its parts, turns errors into exit codes."""
 
 import atexit
 import contextlib
@@ -32,8 +32,9 @@ _REQUIRED_PACKAGES = ("flax", "safetensors", "tokenizers", "rich", "jinja2")
 def _read_command(argv: list[str] | None, exit_stack: contextlib.ExitStack) -> Callable[[], None]:
     """Returns a function that runs the command, after all checks."""
     options, config = parse_options(argv)
-    is_sweep = options.command == "sweep"
-    is_text = not is_sweep and options.input is None
+    is_sweep, is_chat = options.command == "sweep", options.command == "chat"
+    is_file = options.command == "generate" and options.input is not None
+    is_text = options.command == "generate" and not is_file
     texts = read_prompts(options) if is_sweep else [read_prompt(options)] if is_text else []
     missing = [name for name in _REQUIRED_PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
@@ -47,7 +48,7 @@ def _read_command(argv: list[str] | None, exit_stack: contextlib.ExitStack) -> C
     # What a model over devices runs is compiled at its calls, and kept by JAX. Several processes
     # keep nothing: one might find what another compiles.
     keeps_programs = options.mesh is None or jax.distributed.is_initialized()
-    folder = command_folder() if is_text and keeps_programs else None
+    folder = command_folder() if (is_text or is_chat) and keeps_programs else None
     if folder is None:
         enable_compilation_cache()
     with collective_errors(options), terminal.spinner("reading the folders"):
@@ -60,7 +61,12 @@ def _read_command(argv: list[str] | None, exit_stack: contextlib.ExitStack) -> C
 
         workload = read_workload(options, pair, texts, terminal)
         return lambda: run_sweep(workload, terminal, argv)
-    if not is_text:
+    if is_chat:
+        from specjax.cli.chat.run_chat import read_chat, run_chat
+
+        chat = read_chat(options, config, pair, folder)
+        return lambda: run_chat(chat, terminal)
+    if is_file:
         from specjax.cli.batch.run_batch import read_batch, run_batch
 
         batch = read_batch(options, config, pair, terminal, exit_stack)

@@ -8,7 +8,7 @@ import dataclasses
 import json
 import os
 import pathlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -25,6 +25,7 @@ from specjax.types import Model
 __all__ = [
     "ModelPair",
     "check_k",
+    "check_vocabulary",
     "describe_configs",
     "encode_prompt",
     "encode_text",
@@ -242,12 +243,17 @@ def encode_prompt(
             f"the prompt has {len(ids)} tokens and {option} is {num_new_tokens}; "
             f"together they may be at most {max_length}, the target's longest sequence."
         )
+    check_vocabulary(pair, ids)
+    return ids, warning
+
+
+def check_vocabulary(pair: ModelPair, ids: Sequence[int]) -> None:
+    """Refuses tokens of a prompt that are not in the target's vocabulary."""
     if max(ids) >= pair.target_config.vocab_size:
         raise ValueError(
             f"the prompt has token {max(ids)}, but the target's config.json has vocab_size "
             f"{pair.target_config.vocab_size}; tokenizer.json belongs to another model."
         )
-    return ids, warning
 
 
 def read_grammar(options: argparse.Namespace, pair: ModelPair) -> Grammar | None:

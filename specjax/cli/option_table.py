@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-__all__ = ["Option", "add_options", "check_limits", "flag", "option_name"]
+__all__ = ["Option", "add_options", "check_limits", "flag", "option_name", "without"]
 
 
 class Option(NamedTuple):
@@ -41,6 +41,11 @@ def option_name(name: str) -> str:
       '--top-k'
     """
     return "--" + name.replace("_", "-")
+
+
+def without(table: Mapping[str, Option], *names: str) -> dict[str, Option]:
+    """Returns a table without some of its options."""
+    return {name: option for name, option in table.items() if name not in names}
 
 
 def add_options(group: Any, table: Mapping[str, Option]) -> None:

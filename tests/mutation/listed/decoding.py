@@ -206,9 +206,9 @@ MUTATIONS = (
         "after a step the features stand in another order than the taps",
     ),
     Mutation(
-        _READ,
-        "state.lengths[:, None] - 1 if reads_last",
-        "state.lengths[:, None] if reads_last",
+        "specjax.decode.prefill.read_prompt_chunk",
+        "state.lengths[:, None] - 1)",
+        "state.lengths[:, None])",
         streamed(f"{_LAST_ROWS}[taps1]"),
         "a drafter whose prompt is read to its end is given the last token twice",
     ),
@@ -228,8 +228,8 @@ MUTATIONS = (
     ),
     Mutation(
         "specjax.decode.prefill.read_prompt_chunk",
-        "state.lengths - 1 - done",
-        "state.lengths - 2 - done",
+        "state.lengths - 1 - positions[:, 0]",
+        "state.lengths - 2 - positions[:, 0]",
         streamed(f"{_LAST_ROWS}[taps1]"),
         "the row of a prompt's last token is that of the token before",
     ),
