@@ -55,6 +55,7 @@ PAGES = (
         """SamplingParams apply_sampling process_logits logit_cutoff top_logprobs TopLogprobs
         History TokenCounts count_tokens update_counts bias_array bad_words_array Grammar RowMasks
         Matcher contrib.grammars.json_schema_grammar contrib.grammars.llguidance_matchers
+        contrib.grammars.min_tokens_grammar
         contrib.grammars.token_bytes""",
     ),
     (

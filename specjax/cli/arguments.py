@@ -1,7 +1,9 @@
 """Options of the command's parts, checked before any file is read."""
 
 import argparse
+import contextlib
 import importlib.util
+import json
 import math
 import os
 import pathlib
@@ -20,11 +22,13 @@ from specjax.cli.processes import (
 from specjax.cli.speculation_arguments import SPECULATION_OPTIONS, make_config, make_config_of
 from specjax.config import SpeculativeConfig
 from specjax.engine.stop_strings import check_stop
+from specjax.file_io import quote
 from specjax.implementation import NEWEST_TESTED_JAX
 from specjax.processing.sampling_params import SamplingParams
 from specjax.version import __version__
 
 __all__ = [
+    "END_OPTIONS",
     "MAX_TEMPERATURE",
     "OutputError",
     "SAMPLING_OPTIONS",
@@ -33,7 +37,26 @@ __all__ = [
 ]
 
 MAX_TEMPERATURE = float(np.finfo(np.float32).max)
-_PROMPT_OPTION = {"prompt_file": Option(str, "FILE", "read the prompt from FILE, at most 16 MiB")}
+_PROMPT_FILE = {
+    "nargs": "+",
+    "action": "extend",
+    "metavar": "FILE",
+    "help": "read a prompt from each FILE, of at most 16 MiB",
+}
+
+
+def _parse_template_arg(text: str) -> tuple[str, Any]:
+    """Returns the name and the value of NAME=VALUE; a value that is no JSON is text."""
+    name, sign, value = text.partition("=")
+    if not (sign and name.isidentifier()):
+        raise argparse.ArgumentTypeError(
+            f"{quote(text)} is no NAME=VALUE; enable_thinking=false is one"
+        )
+    with contextlib.suppress(ValueError):
+        return name, json.loads(value)
+    return name, value
+
+
 _PAIR_OPTIONS = {
     "chat": flag("treat a prompt as a user's message and apply the target's chat template"),
     "target": Option(
@@ -48,30 +71,64 @@ _PAIR_OPTIONS = {
         "draft head and the draft model that ship with specjax, for the default target; ngram: "
         "prompt lookup, which copies earlier text. Default: head, or ngram if --target is given",
     ),
+    "dtype": Option(
+        *(str, "DTYPE"),
+        "of weights, activations and caches: float32, bfloat16 or float16; default: float32 on a "
+        "CPU, the folder's elsewhere",
+    ),
+}
+_TEMPLATE_OPTIONS = {
+    "system": Option(str, "TEXT", "the system message, before the user's"),
+    "template_arg": Option(
+        *(_parse_template_arg, "NAME=VALUE"),
+        "a variable of the chat template, such as enable_thinking=false; may be given several "
+        "times",
+        is_list=True,
+    ),
 }
 _DRAFT = _PAIR_OPTIONS["draft"]
 _DRAFT_OR_NONE = _DRAFT._replace(
     letter=f"{_DRAFT.letter}|none", text=f"{_DRAFT.text}. none: plain decoding, without a draft"
 )
 _TEXT_OPTIONS = {
-    "max_new_tokens": Option(int, "N", "tokens to generate for a prompt", (1, math.inf), 128),
+    "max_new_tokens": Option(
+        *(int, "N", "tokens to generate for a prompt", (1, math.inf), 128),
+        aliases=("--max-tokens", "-n"),
+    ),
     "temperature": Option(
         *(float, "T", "sampling temperature, 0 is greedy", (0, MAX_TEMPERATURE), 0.8),
         needs=">= 0, and finite in float32",
+        aliases=("--temp",),
     ),
     "seed": Option(
         *(int, "SEED", "random seed in [0, 2**32)", (0, 2**32 - 1), 0), needs="in [0, 2**32)"
     ),
 }
+# When a text ends.
+END_OPTIONS = {
+    "stop": Option(
+        *(str, "TEXT", "the text ends before the first TEXT in it; may be given several times"),
+        is_list=True,
+    ),
+    "min_tokens": Option(
+        *(int, "N", "tokens before the first that may end the text", (0, 2**16 - 1))
+    ),
+    "ignore_eos": flag("go on after a token that ends a text, up to --max-new-tokens"),
+}
 _CHAT_OPTIONS = _TEXT_OPTIONS | {
     "max_new_tokens": _TEXT_OPTIONS["max_new_tokens"]._replace(
         text="most tokens of an answer", default=1024
     ),
-    "system": Option(str, "TEXT", "the system message"),
     "quiet": flag("print the answers alone"),
 }
 # What the code that `chat` shares with `generate` asks for.
-_NOT_OF_CHAT = {"chat": True, "logprobs": None, "process": None, "usual_acceptance_rate": None}
+_NOT_OF_CHAT = {
+    "chat": True,
+    "logprobs": None,
+    "json_schema": None,
+    "process": None,
+    "usual_acceptance_rate": None,
+}
 SAMPLING_OPTIONS = {
     "top_k": Option(int, "K", "keep the K most probable tokens; 0 disables", (0, 2**31 - 1)),
     "top_p": Option(float, "P", "keep the most probable tokens that sum to P; 1 disables", (0, 1)),
@@ -186,14 +243,16 @@ def _add_generate(commands: Any) -> None:
     )
     group = generate.add_argument_group("prompt and models")
     group.add_argument(
-        "prompt", nargs="?", help="text to continue; without it, or with -, standard input is read"
+        "prompt",
+        nargs="*",
+        help="texts to continue; without one, or for -, standard input is read",
     )
+    group.add_argument("--prompt-file", **_PROMPT_FILE)
     pair_options = _PAIR_OPTIONS | {"draft": _DRAFT_OR_NONE}
-    add_options(group, _PROMPT_OPTION | pair_options | MESH_OPTIONS | PROCESS_OPTIONS)
+    add_options(group, pair_options | _TEMPLATE_OPTIONS | MESH_OPTIONS | PROCESS_OPTIONS)
     add_options(generate.add_argument_group("a file of prompts"), _BATCH_OPTIONS)
     group = generate.add_argument_group("decoding")
-    add_options(group, _TEXT_OPTIONS | SAMPLING_OPTIONS | _OUTPUT_OPTIONS)
-    _add_stop(group)
+    add_options(group, _TEXT_OPTIONS | SAMPLING_OPTIONS | END_OPTIONS | _OUTPUT_OPTIONS)
     add_options(generate.add_argument_group("speculation"), SPECULATION_OPTIONS)
     add_options(generate.add_argument_group("report"), _REPORT_OPTIONS)
 
@@ -210,22 +269,11 @@ def _add_chat(commands: Any) -> None:
     chat.set_defaults(**_NOT_OF_CHAT)
     group = chat.add_argument_group("models")
     pair_options = _PAIR_OPTIONS | {"draft": _DRAFT_OR_NONE}
-    add_options(group, without(pair_options, "chat") | MESH_OPTIONS)
+    add_options(group, without(pair_options, "chat") | _TEMPLATE_OPTIONS | MESH_OPTIONS)
     group = chat.add_argument_group("answers")
-    add_options(group, _CHAT_OPTIONS | SAMPLING_OPTIONS)
-    _add_stop(group)
+    add_options(group, _CHAT_OPTIONS | SAMPLING_OPTIONS | END_OPTIONS)
     speculation = without(SPECULATION_OPTIONS, "usual_acceptance_rate")
     add_options(chat.add_argument_group("speculation"), speculation)
-
-
-def _add_stop(group: Any) -> None:
-    group.add_argument(
-        "--stop",
-        action="append",
-        default=[],
-        metavar="TEXT",
-        help="the text ends before the first TEXT in it; may be given several times",
-    )
 
 
 def _add_sweep(commands: Any) -> None:
@@ -239,16 +287,12 @@ def _add_sweep(commands: Any) -> None:
         "largest K. K = 0 is plain decoding.",
         allow_abbrev=False,
     )
-    sweep.set_defaults(logprobs=None, process=None, quiet=False, use_fp64_gumbel=False)
+    sweep.set_defaults(
+        logprobs=None, process=None, quiet=False, use_fp64_gumbel=False, ignore_eos=False
+    )
     group = sweep.add_argument_group("prompts and models")
     group.add_argument("prompt", nargs="*", help="texts to continue; default: four built-in ones")
-    group.add_argument(
-        "--prompt-file",
-        metavar="FILE",
-        nargs="+",
-        action="extend",
-        help="read a prompt from each FILE",
-    )
+    group.add_argument("--prompt-file", **_PROMPT_FILE)
     add_options(group, _PAIR_OPTIONS | MESH_OPTIONS)
     name = "draft_sample_method"
     group = sweep.add_argument_group("decoding of the prompts")
@@ -285,8 +329,9 @@ def parse_options(argv: list[str] | None) -> tuple[argparse.Namespace, Speculati
     check_mesh_options(options)
     if options.command == "sweep":
         return options, _parse_sweep_options(options)
-    check_limits(options, SAMPLING_OPTIONS)
+    check_limits(options, SAMPLING_OPTIONS | END_OPTIONS)
     options.stop = check_stop(options.stop, "--stop")
+    _check_end_options(options)
     if options.command == "chat":
         _check_draft_options(options)
         return options, make_config(options)
@@ -297,9 +342,26 @@ def parse_options(argv: list[str] | None) -> tuple[argparse.Namespace, Speculati
     check_process_options(options)
     _check_batch_options(options)
     _check_draft_options(options)
-    if options.prompt is not None and options.prompt_file is not None:
+    if options.prompt and options.prompt_file is not None:
         raise ValueError("a prompt and --prompt-file are given; give one of them.")
     return options, make_config(options)
+
+
+def _check_end_options(options: argparse.Namespace) -> None:
+    """Refuses ends of texts and variables of templates that contradict other options."""
+    given = _list_options(options, "min_tokens", "ignore_eos")
+    if options.json_schema is not None and given:
+        raise ValueError(
+            f"--json-schema is given and {given[0]}; the schema alone says where a text may end."
+        )
+    if (options.min_tokens or 0) > options.max_new_tokens:
+        raise ValueError(
+            f"--min-tokens is {options.min_tokens} and --max-new-tokens {options.max_new_tokens}; "
+            "it needs to be at most that."
+        )
+    names = _list_options(options, "system", "template_arg")
+    if names and not options.chat and (options.command, options.input) == ("generate", None):
+        raise ValueError(f"{names[0]} is given without --chat; the chat template alone has it.")
 
 
 def _check_draft_options(options: argparse.Namespace) -> None:
@@ -315,7 +377,11 @@ def _check_draft_options(options: argparse.Namespace) -> None:
 def _list_options(options: argparse.Namespace, *names: str) -> list[str]:
     """Returns the options of these names that are given."""
     values = {name: getattr(options, name) for name in names}
-    return [option_name(name) for name, x in values.items() if x is not None and x is not False]
+    return [
+        option_name(name)
+        for name, x in values.items()
+        if x is not None and x is not False and x != []
+    ]
 
 
 def _check_batch_options(options: argparse.Namespace) -> None:

@@ -13,7 +13,7 @@ import jax
 
 from specjax.cli.arguments import OutputError, parse_options
 from specjax.cli.processes import collective_errors, is_rank_zero, join_processes
-from specjax.cli.prompts import read_prompt, read_prompts
+from specjax.cli.prompts import read_prompts, read_prompts_of_generate
 from specjax.cli.streams import (
     exit_on_interrupt,
     exit_on_terminate,
@@ -35,7 +35,8 @@ def _read_command(argv: list[str] | None, exit_stack: contextlib.ExitStack) -> C
     is_sweep, is_chat = options.command == "sweep", options.command == "chat"
     is_file = options.command == "generate" and options.input is not None
     is_text = options.command == "generate" and not is_file
-    texts = read_prompts(options) if is_sweep else [read_prompt(options)] if is_text else []
+    texts = read_prompts(options) if is_sweep else []
+    texts = read_prompts_of_generate(options) if is_text else texts
     missing = [name for name in _REQUIRED_PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
         raise ValueError(f"{' and '.join(missing)} is missing; pip install 'specjax[flax]'.")
@@ -71,10 +72,10 @@ def _read_command(argv: list[str] | None, exit_stack: contextlib.ExitStack) -> C
 
         batch = read_batch(options, config, pair, terminal, exit_stack)
         return lambda: run_batch(batch, terminal)
-    from specjax.cli.run_generate import read_job, run_job
+    from specjax.cli.run_generate import read_jobs, run_jobs
 
-    job = read_job(options, config, pair, texts[0], terminal, folder)
-    return lambda: run_job(job, terminal)
+    jobs = read_jobs(options, config, pair, texts, terminal, folder)
+    return lambda: run_jobs(jobs, terminal)
 
 
 def _run_command(argv: list[str] | None) -> int:

@@ -69,8 +69,8 @@ class GenerateJob(NamedTuple):
       target: the model whose distribution the output follows; None until it is loaded.
       drafter: proposes tokens, or None for plain decoding.
       programs: that stream the text, or None to compile them when it is streamed.
-      max_length: tokens that the buffers of a conversation have room for; None is those of the
-        prompt and its text.
+      max_length: tokens that the buffers have room for, of several prompts or a conversation; None
+        is those of the prompt and its text.
     """
 
     options: argparse.Namespace
@@ -135,7 +135,7 @@ def _chunk_size(job: GenerateJob) -> int:
     """
     if uses_kernels():
         return default_chunk_size()
-    # A message of a conversation is short, too.
+    # Messages of a conversation are short, too.
     is_short = len(job.prompt_ids) + job.options.max_new_tokens <= DEFAULT_CAPACITY
     is_short |= job.max_length is not None
     return DEFAULT_CAPACITY // 2 if is_short else PREFILL_CHUNK_SIZE
@@ -214,14 +214,18 @@ def stream_text(
     """
     with spinner("compiling"):
         programs = job.programs or begin_programs(job)
+        seconds_before = programs.seconds_waited
         programs.wait_for_prompt()
+    # Programs of several prompts were begun with the first one.
+    requests = None if job.max_length is None else check_job(job)[0]
     with spinner("reading the prompt"):
-        state = programs.read_prompt(*job.models)
+        state = programs.read_prompt(*job.models, requests)
     with spinner("compiling"):
         state = programs.step(*job.models, state)
     begin(job)
     result, timings, _ = stream_steps(job, programs, state, show=show, warms_up=warms_up)
-    return result, timings
+    compile_seconds = timings.compile_seconds - seconds_before
+    return result, timings._replace(compile_seconds=compile_seconds)
 
 
 def stream_steps(

@@ -13,19 +13,22 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from specjax import models
+from specjax.cli.arguments import parse_sampling_options
 from specjax.cli.processes import load_options
 from specjax.config import SpeculativeConfig
-from specjax.contrib.grammars import json_schema_grammar, token_bytes
+from specjax.contrib.grammars import json_schema_grammar, min_tokens_grammar, token_bytes
 from specjax.decode.drafters import Drafter, model_drafter, ngram_drafter
 from specjax.engine.request import PROGRAM_EXITS
 from specjax.file_io import read_file, shorten
 from specjax.processing.grammar import Grammar
+from specjax.processing.sampling_params import SamplingParams
 from specjax.types import Model
 
 __all__ = [
     "ModelPair",
     "check_k",
     "check_vocabulary",
+    "count_grammar",
     "describe_configs",
     "encode_prompt",
     "encode_text",
@@ -33,6 +36,8 @@ __all__ = [
     "pair_shapes",
     "read_grammar",
     "read_pair",
+    "read_sampling",
+    "render_chat",
     "with_trained_k",
 ]
 
@@ -89,6 +94,10 @@ def read_pair(options: argparse.Namespace) -> ModelPair:
         )
     name = f"target {'embedded' if embedded else folder} · draft {draft_name}"
     config, tokenizer = models.load_config(folder), models.load_tokenizer(folder)
+    if options.dtype is not None:
+        config = dataclasses.replace(config, dtype=options.dtype)
+    if options.ignore_eos:
+        config = dataclasses.replace(config, eos_token_ids=())
     pair = ModelPair(name, folder, draft_spec, config, tokenizer)
     target_options, draft_options = load_options(options)
     pair = pair._replace(load_target=target_options, load_draft=draft_options)
@@ -166,7 +175,7 @@ def describe_configs(pair: ModelPair) -> str:
 def pair_shapes(pair: ModelPair) -> tuple[Model, Drafter | None] | None:
     """Returns target and drafter with shapes for weights; None with a head or a mesh."""
     has_head = pair.draft is not None and pair.draft.kind != "model"
-    return None if has_head or pair.load_target else _make_pair(pair, models.load_shapes)
+    return None if has_head or "mesh" in pair.load_target else _make_pair(pair, models.load_shapes)
 
 
 def load_pair(pair: ModelPair) -> tuple[Model, Drafter | None]:
@@ -256,8 +265,45 @@ def check_vocabulary(pair: ModelPair, ids: Sequence[int]) -> None:
         )
 
 
+def render_chat(
+    options: argparse.Namespace,
+    pair: ModelPair,
+    messages: Sequence[Mapping[str, object]],
+    **how: Any,
+) -> str:
+    """Returns the prompt of messages by the target's chat template, with the options' variables.
+
+    Args:
+      options: of the command. `--system` is the first message where that is no system message.
+      pair: gives the folder.
+      messages: as in `models.chat_prompt`.
+      how: `strftime_now` of `models.chat_prompt`.
+    """
+    first = messages[0] if messages else None
+    has_system = isinstance(first, Mapping) and first.get("role") == "system"
+    if options.system is not None and not has_system:
+        messages = [{"role": "system", "content": options.system}, *messages]
+    return models.chat_prompt(pair.folder, messages, variables=dict(options.template_arg), **how)
+
+
+def read_sampling(options: argparse.Namespace, pair: ModelPair) -> SamplingParams | None:
+    """Returns the sampling options and the grammar of `read_grammar`, or None without any."""
+    sampling, grammar = parse_sampling_options(options), read_grammar(options, pair)
+    if grammar is None:
+        return sampling
+    return (sampling or SamplingParams())._replace(grammar=grammar)
+
+
+def count_grammar(pair: ModelPair, min_tokens: int) -> Grammar | None:
+    """Returns the grammar of texts of at least `min_tokens` tokens; None if every text is one."""
+    if not (min_tokens and pair.target_config.eos_token_ids):
+        return None
+    config = pair.target_config
+    return min_tokens_grammar(min_tokens, config.vocab_size, config.eos_token_ids)
+
+
 def read_grammar(options: argparse.Namespace, pair: ModelPair) -> Grammar | None:
-    """Returns the grammar of `--json-schema`, or None if it is not given.
+    """Returns the grammar of `--json-schema` or `--min-tokens`, or None without both.
 
     Raises:
       ValueError: if the file is not a JSON object, its schema is refused or nested too deeply, or
@@ -266,7 +312,7 @@ def read_grammar(options: argparse.Namespace, pair: ModelPair) -> Grammar | None
     """
     path = options.json_schema
     if path is None:
-        return None
+        return count_grammar(pair, options.min_tokens or 0)
     data, config = read_file(path, _MAX_BYTES), pair.target_config
     try:
         try:

@@ -18,6 +18,8 @@ class Option(NamedTuple):
       limits: the minimum and the maximum of a number.
       default: if the option is absent.
       needs: names the limits in a sentence, or None for the numbers themselves.
+      aliases: other names, such as those of other programs.
+      is_list: whether the option may be given several times; its value is a list then.
     """
 
     parse: Callable[[str], Any] | None
@@ -26,6 +28,8 @@ class Option(NamedTuple):
     limits: tuple[float, float] | None = None
     default: Any = None
     needs: str | None = None
+    aliases: tuple[str, ...] = ()
+    is_list: bool = False
 
 
 def flag(text: str) -> Option:
@@ -50,12 +54,16 @@ def without(table: Mapping[str, Option], *names: str) -> dict[str, Option]:
 
 def add_options(group: Any, table: Mapping[str, Option]) -> None:
     """Adds a table's options to a group of a parser."""
-    for name, (parse, letter, text, _, default, _) in table.items():
-        if default is not None:
-            text += f"; default: {default}"
-        value = {"type": parse, "default": default, "metavar": letter}
-        how = {"action": "store_true"} if parse is None else value
-        group.add_argument(option_name(name), help=text, **how)
+    for name, option in table.items():
+        text = option.text
+        how: dict[str, Any] = {"action": "store_true"}
+        if option.default is not None:
+            text += f"; default: {option.default}"
+        if option.parse is not None:
+            how = {"type": option.parse, "default": option.default, "metavar": option.letter}
+        if option.is_list:
+            how |= {"action": "append", "default": []}
+        group.add_argument(option_name(name), *option.aliases, help=text, **how)
 
 
 def check_limits(options: argparse.Namespace, table: Mapping[str, Option]) -> None:

@@ -74,9 +74,15 @@ def drafter_of(kind, target):
 def job_of(tmp_path, target):
     (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
 
-    def make(kind, max_new_tokens=20, max_length=128, stop=()):
+    def make(kind, max_new_tokens=20, max_length=128, stop=(), system=None):
         options = argparse.Namespace(
-            max_new_tokens=max_new_tokens, temperature=0.7, seed=3, logprobs=None, stop=stop
+            max_new_tokens=max_new_tokens,
+            temperature=0.7,
+            seed=3,
+            stop=stop,
+            logprobs=None,
+            system=system,
+            template_arg=[],
         )
         pair = ModelPair("pair", tmp_path, "none", CONFIG, character_tokenizer())
         models = target, drafter_of(kind, target)
@@ -89,7 +95,8 @@ def job_of(tmp_path, target):
 
 def ask_both(job, conversation, text):
     """The answer, which has to be that of a conversation of the same messages with empty caches."""
-    fresh = Conversation(job, conversation.system)
+    fresh = Conversation(job)
+    fresh.set_system(conversation._job.options.system)
     fresh.messages, fresh.num_answers = list(conversation.messages), conversation.num_answers
     expected, answer = fresh.ask(text), conversation.ask(text)
     assert answer.result.token_ids == expected.result.token_ids
@@ -125,8 +132,8 @@ def test_an_answer_is_that_of_the_whole_conversation_and_reads_only_what_is_new(
 @pytest.mark.parametrize("kind", ["model", "head"])
 def test_caches_go_back_to_where_another_conversation_begins_to_differ(kind, job_of):
     """A changed system message, a removed answer, and buffers that grow."""
-    job = job_of(kind)
-    conversation = Conversation(job, "one")
+    job = job_of(kind, system="one")
+    conversation = Conversation(job)
     first = conversation.ask("ab" * 20)
     answer_began = first.num_prompt_tokens
     conversation.messages[-1]["content"] = "x"

@@ -6,19 +6,20 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from specjax.cli.arguments import MAX_TEMPERATURE, SAMPLING_OPTIONS
+from specjax.cli.arguments import END_OPTIONS, MAX_TEMPERATURE, SAMPLING_OPTIONS
 from specjax.engine.stop_strings import check_stop
 from specjax.file_io import JsonObject, quote, shorten
 
 __all__ = ["PromptLine", "read_lines"]
 
 _PROMPTS = ("prompt", "prompt_token_ids", "messages")
+_OPTIONS = SAMPLING_OPTIONS | {"min_tokens": END_OPTIONS["min_tokens"]}
 # Type, minimum, maximum.
 _NUMBERS: dict[str, tuple[Any, float, float]] = {
     "max_new_tokens": (int, 1, 2**31 - 1),
     "temperature": (float, 0, MAX_TEMPERATURE),
     "seed": (int, 0, 2**32 - 1),
-    **{name: (x.parse, *x.limits) for name, x in SAMPLING_OPTIONS.items() if x.limits},
+    **{name: (x.parse, *x.limits) for name, x in _OPTIONS.items() if x.limits},
 }
 
 

@@ -14,17 +14,18 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from specjax import models
 from specjax.cli.arguments import SAMPLING_OPTIONS
 from specjax.cli.batch.output_file import OutputFile
 from specjax.cli.batch.read_lines import PromptLine, read_lines
 from specjax.cli.json_report import is_exact_rule, list_logprobs
 from specjax.cli.model_pair import (
     ModelPair,
+    count_grammar,
     describe_configs,
     encode_text,
     load_pair,
     read_grammar,
+    render_chat,
     with_trained_k,
 )
 from specjax.config import SpeculativeConfig
@@ -62,7 +63,8 @@ class BatchJob(NamedTuple):
       options: of the command, for the lines that do not set them.
       output: the file of results.
       hashes: of the requests, by the numbers of their lines.
-      grammar: of every text, or None.
+      grammar: of every text, or the one that counts the tokens of each, or None.
+      most_counted: the tokens that the second counts, 0 without it.
       date: that chat templates wrote into prompts, in ISO 8601, or None.
     """
 
@@ -75,6 +77,7 @@ class BatchJob(NamedTuple):
     output: OutputFile
     hashes: dict[int, str]
     grammar: Grammar | None = None
+    most_counted: int = 0
     date: str | None = None
 
 
@@ -123,7 +126,7 @@ def read_batch(
         if is_chat:
             alone = [{"role": "user", "content": prompt}]
             messages = alone if isinstance(prompt, str) else prompt
-            prompt = models.chat_prompt(pair.folder, messages, strftime_now=clock.strftime)
+            prompt = render_chat(options, pair, messages, strftime_now=clock.strftime)
         ids, warning = encode_text(pair.tokenizer, prompt, chat=is_chat)
         warnings.extend([warning] if warning else [])
         return ids
@@ -140,6 +143,8 @@ def read_batch(
     if warnings:
         terminal.print_warning(f"{options.input}, {len(warnings)} of its lines: {warnings[0]}")
     grammar = read_grammar(options, pair)
+    if options.json_schema is not None and any("min_tokens" in line.values for line in lines):
+        raise ValueError("a line sets min_tokens, and --json-schema alone says where a text ends.")
     hashes = {line.number: _hash(options, pair, config, line, grammar) for line in lines}
     for number, digest in hashes.items():
         if output.done.get(number, digest) != digest:
@@ -154,8 +159,14 @@ def read_batch(
             terminal.print_warning(
                 f"{options.output} cannot be locked here; start no other run with this --output."
             )
+    most_counted = 0
+    if options.json_schema is None:
+        counts = [line.values.get("min_tokens", options.min_tokens or 0) for line in lines]
+        grammar = count_grammar(pair, max(counts, default=0))
+        most_counted = len(grammar.next_states) - 1 if grammar else 0
     loaded = load_pair(pair)
-    return BatchJob(pair, *loaded, config, lines, options, output, hashes, grammar, date=clock.date)
+    job = BatchJob(pair, *loaded, config, lines, options, output, hashes, date=clock.date)
+    return job._replace(grammar=grammar, most_counted=most_counted)
 
 
 def run_batch(job: BatchJob, terminal: Any) -> None:
@@ -187,10 +198,13 @@ def _hash(
     """Returns a hash of all inputs of a request's tokens, except weights and shapes."""
     names = ("max_new_tokens", "temperature", "seed", "logprobs", *SAMPLING_OPTIONS)
     common = {name: getattr(options, name) for name in names}
+    if options.min_tokens:
+        common["min_tokens"] = options.min_tokens
     line_inputs = [line.number, line.token_ids, _stop(options, line), line.values]
     # A rule's functions have no name that outlives a process; the option does.
     inputs = [describe_configs(pair), _changed_fields(config), options.rule, common, line_inputs]
-    if grammar is not None:
+    if options.json_schema is not None:
+        assert grammar is not None
         tables = b"".join(np.asarray(table).tobytes() for table in grammar)
         inputs.append(hashlib.sha256(tables).hexdigest())
     return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:16]
@@ -246,6 +260,8 @@ def _make_engine(job: BatchJob) -> Engine:
 
 def _submit(job: BatchJob, engine: Engine, line: PromptLine) -> Request:
     sampling = {name: line.values[name] for name in SAMPLING_OPTIONS if name in line.values}
+    if job.most_counted:
+        sampling["grammar_state"] = job.most_counted - (_value(job, line, "min_tokens") or 0)
     # JAX_DEFAULT_PRNG_IMPL may name another implementation, which noise is not defined for.
     key = jax.random.key(_value(job, line, "seed"), impl="threefry2x32")
     if "seed" not in line.values:

@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 import jax
 
-from specjax import models
 from specjax.cli.chat.prefix_cache import PrefixCache
 from specjax.cli.generate import (
     GenerateJob,
@@ -22,10 +21,10 @@ from specjax.cli.generate import (
     check_job,
     stream_steps,
 )
-from specjax.cli.model_pair import check_vocabulary, encode_text
+from specjax.cli.model_pair import check_vocabulary, encode_text, render_chat
 from specjax.decode.drafters import Models
 
-__all__ = ["Answer", "Conversation", "choose_capacity", "render_messages"]
+__all__ = ["Answer", "Conversation", "choose_capacity"]
 
 
 class Answer(NamedTuple):
@@ -56,17 +55,14 @@ class Conversation:
 
     Args:
       job: with models, programs and their `max_length`; its prompt is not read.
-      system: the system message, or None.
 
     Attributes:
       messages: those after the system message.
       num_answers: answers so far. Answer n, from 1, is drawn with the key `fold_in(key, n)`.
-      system: the system message, or None.
     """
 
-    def __init__(self, job: GenerateJob, system: str | None = None) -> None:
+    def __init__(self, job: GenerateJob) -> None:
         self._job, self._prefix = job, PrefixCache(Models(*job.models))
-        self.system = system
         self.messages: list[dict[str, str]] = []
         self.num_answers = 0
 
@@ -129,13 +125,15 @@ class Conversation:
         Raises:
           ValueError: if the template refuses it. It is then as before.
         """
-        render_messages(self._job, system, [*self.messages, {"role": "user", "content": "Hello."}])
-        self.system = system
+        options = _copy_options(self._job.options, system=system)
+        messages = [*self.messages, {"role": "user", "content": "Hello."}]
+        render_chat(options, self._job.pair, messages)
+        self._job = self._job._replace(options=options)
 
     def _with_prompt(self, messages: list[dict[str, str]]) -> GenerateJob:
         """Returns the job of a turn; its buffers have room for the longest answer that fits."""
         job = self._job
-        text = render_messages(job, self.system, messages)
+        text = render_chat(job.options, job.pair, messages)
         ids, _ = encode_text(job.pair.tokenizer, text, chat=True)
         if not ids:
             raise ValueError("the chat template writes no text for the conversation.")
@@ -153,16 +151,6 @@ class Conversation:
             self._job = job = job._replace(max_length=capacity, programs=None)
         options = _copy_options(job.options, max_new_tokens=num_new)
         return job._replace(options=options, text=text, prompt_ids=ids)
-
-
-def render_messages(job: GenerateJob, system: str | None, messages: list[dict[str, str]]) -> str:
-    """Returns the prompt of messages by the target's chat template, up to where the answer begins.
-
-    Raises:
-      ValueError: if there is no template, or it refuses the messages.
-    """
-    first = [] if system is None else [{"role": "system", "content": system}]
-    return models.chat_prompt(job.pair.folder, [*first, *messages])
 
 
 def _copy_options(options: argparse.Namespace, **values: object) -> argparse.Namespace:

@@ -6,11 +6,17 @@ import sys
 from concurrent import futures
 from typing import Any
 
-from specjax.cli.arguments import parse_sampling_options
-from specjax.cli.chat.conversation import Answer, Conversation, choose_capacity, render_messages
+from specjax.cli.chat.conversation import Answer, Conversation, choose_capacity
 from specjax.cli.generate import GenerateJob, begin_programs
 from specjax.cli.json_report import metrics_json
-from specjax.cli.model_pair import ModelPair, load_pair, pair_shapes, with_trained_k
+from specjax.cli.model_pair import (
+    ModelPair,
+    load_pair,
+    pair_shapes,
+    read_sampling,
+    render_chat,
+    with_trained_k,
+)
 from specjax.cli.streams import catch_interrupt, raise_on_interrupt
 from specjax.config import SpeculativeConfig
 
@@ -39,8 +45,8 @@ def read_chat(
         that the pair cannot take.
     """
     config = with_trained_k(config, options, pair)
-    job = GenerateJob(options, pair, config, "", [0], parse_sampling_options(options), folder)
-    render_messages(job, options.system, [{"role": "user", "content": "Hello."}])
+    job = GenerateJob(options, pair, config, "", [0], read_sampling(options, pair), folder)
+    render_chat(options, pair, [{"role": "user", "content": "Hello."}])
     job = job._replace(max_length=choose_capacity(job, 1))
     if options.max_new_tokens >= pair.target_config.max_position_embeddings:
         options.max_new_tokens = pair.target_config.max_position_embeddings - 1
@@ -63,7 +69,7 @@ def run_chat(job: GenerateJob, terminal: Any) -> None:
       FloatingPointError: if the target's logits turned invalid, also unless that.
       MemoryError: if the device has no room for the conversation.
     """
-    conversation = Conversation(job, job.options.system)
+    conversation = Conversation(job)
     is_person = sys.stdin.isatty()
     terminal.print_heading(job)
     if is_person:
