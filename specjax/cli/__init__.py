@@ -7,6 +7,7 @@ Open `command` first: it parses the arguments and runs one of them.
 | `option_table` | options as tables: how each is parsed, its limits, its help text |
 | `arguments`, `speculation_arguments` | the options and their checks |
 | `prompts` | prompts from arguments, files and standard input |
+| `generation_config` | sampling parameters of a folder, for options that are not given |
 | `model_pair` | loads the target and the draft, encodes prompts, makes the grammar of a schema |
 | `run_generate`, `generate` | reads one prompt's job; decodes and times it |
 | `stream_programs`, `program_store` | what `generate` runs; what the next one reads |

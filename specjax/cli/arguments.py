@@ -32,6 +32,7 @@ __all__ = [
     "MAX_TEMPERATURE",
     "OutputError",
     "SAMPLING_OPTIONS",
+    "TEMPERATURE",
     "parse_options",
     "parse_sampling_options",
 ]
@@ -90,16 +91,17 @@ _DRAFT = _PAIR_OPTIONS["draft"]
 _DRAFT_OR_NONE = _DRAFT._replace(
     letter=f"{_DRAFT.letter}|none", text=f"{_DRAFT.text}. none: plain decoding, without a draft"
 )
+TEMPERATURE = Option(
+    *(float, "T", "sampling temperature, 0 is greedy", (0, MAX_TEMPERATURE), 0.8),
+    needs=">= 0, and finite in float32",
+    aliases=("--temp",),
+)
 _TEXT_OPTIONS = {
     "max_new_tokens": Option(
         *(int, "N", "tokens to generate for a prompt", (1, math.inf), 128),
         aliases=("--max-tokens", "-n"),
     ),
-    "temperature": Option(
-        *(float, "T", "sampling temperature, 0 is greedy", (0, MAX_TEMPERATURE), 0.8),
-        needs=">= 0, and finite in float32",
-        aliases=("--temp",),
-    ),
+    "temperature": TEMPERATURE,
     "seed": Option(
         *(int, "SEED", "random seed in [0, 2**32)", (0, 2**32 - 1), 0), needs="in [0, 2**32)"
     ),
@@ -115,7 +117,19 @@ END_OPTIONS = {
     ),
     "ignore_eos": flag("go on after a token that ends a text, up to --max-new-tokens"),
 }
-_CHAT_OPTIONS = _TEXT_OPTIONS | {
+# Of `generate` and `chat`, which read a folder's defaults.
+_DEFAULT_TEMPERATURE = TEMPERATURE.default
+_TEXT_OPTIONS_OF_FOLDER = _TEXT_OPTIONS | {
+    "temperature": TEMPERATURE._replace(
+        text=f"{TEMPERATURE.text}; default: that of generation_config.json, or "
+        f"{_DEFAULT_TEMPERATURE}",
+        default=None,
+    ),
+    "ignore_generation_config": flag(
+        "leave the sampling parameters of the target's generation_config.json out"
+    ),
+}
+_CHAT_OPTIONS = _TEXT_OPTIONS_OF_FOLDER | {
     "max_new_tokens": _TEXT_OPTIONS["max_new_tokens"]._replace(
         text="most tokens of an answer", default=1024
     ),
@@ -252,7 +266,7 @@ def _add_generate(commands: Any) -> None:
     add_options(group, pair_options | _TEMPLATE_OPTIONS | MESH_OPTIONS | PROCESS_OPTIONS)
     add_options(generate.add_argument_group("a file of prompts"), _BATCH_OPTIONS)
     group = generate.add_argument_group("decoding")
-    add_options(group, _TEXT_OPTIONS | SAMPLING_OPTIONS | END_OPTIONS | _OUTPUT_OPTIONS)
+    add_options(group, _TEXT_OPTIONS_OF_FOLDER | SAMPLING_OPTIONS | END_OPTIONS | _OUTPUT_OPTIONS)
     add_options(generate.add_argument_group("speculation"), SPECULATION_OPTIONS)
     add_options(generate.add_argument_group("report"), _REPORT_OPTIONS)
 
@@ -330,6 +344,9 @@ def parse_options(argv: list[str] | None) -> tuple[argparse.Namespace, Speculati
     if options.command == "sweep":
         return options, _parse_sweep_options(options)
     check_limits(options, SAMPLING_OPTIONS | END_OPTIONS)
+    options.from_generation_config, options.default_names = {}, []
+    if options.temperature is None:
+        options.temperature, options.default_names = _DEFAULT_TEMPERATURE, ["temperature"]
     options.stop = check_stop(options.stop, "--stop")
     _check_end_options(options)
     if options.command == "chat":

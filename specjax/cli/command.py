@@ -53,10 +53,14 @@ def _read_command(argv: list[str] | None, exit_stack: contextlib.ExitStack) -> C
     if folder is None:
         enable_compilation_cache()
     with collective_errors(options), terminal.spinner("reading the folders"):
+        from specjax.cli.generation_config import take_defaults
         from specjax.cli.model_pair import read_pair
 
         pair = read_pair(options)
+        defaults = None if is_sweep else take_defaults(options, pair.folder)
     terminal.print_warning(pair.warning)
+    if defaults is not None and not (options.quiet or getattr(options, "json", False)):
+        terminal.print_note(defaults)
     if is_sweep:
         from specjax.cli.sweep.run_sweep import read_workload, run_sweep
 

@@ -3,6 +3,7 @@
 import dataclasses
 import io
 import json
+import shutil
 
 import jax
 import numpy as np
@@ -11,6 +12,8 @@ from test_command import PROMPT, TARGET, write_model
 
 import specjax
 from specjax.cli import generate, main
+from specjax.cli.arguments import parse_options
+from specjax.cli.generation_config import take_defaults
 from specjax.cli.model_pair import render_chat
 from specjax.contrib.grammars import min_tokens_grammar
 from specjax.markov_chain import markov_chain
@@ -140,3 +143,46 @@ def test_a_dtype_is_that_of_weights_and_caches(target, run, monkeypatch):
     )
     run("ab", "-n", "2", "--dtype", "bfloat16")
     assert [str(dtype) for dtype in seen] == ["bfloat16"]
+
+
+def test_parameters_that_are_not_given_are_those_of_the_generation_config(tmp_path, capsys):
+    def read(fields, *arguments):
+        (tmp_path / "generation_config.json").write_text(json.dumps(fields))
+        options, _ = parse_options(["generate", "x", *arguments])
+        sentence = take_defaults(options, tmp_path)
+        names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+        return sentence, {name: getattr(options, name) for name in names}
+
+    fields = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "repetition_penalty": 1.0}
+    sentence, values = read(fields | {"do_sample": True, "eos_token_id": 3, "min_p": None})
+    rest = {"min_p": None, "repetition_penalty": None}
+    assert values == {"temperature": 0.6, "top_k": 20, "top_p": 0.95} | rest
+    assert sentence.startswith("--temperature 0.6 --top-k 20 --top-p 0.95, as in generation_config")
+    sentence, values = read(fields, "--temp", "0.8", "--top-k", "0")
+    assert values == {"temperature": 0.8, "top_k": 0, "top_p": 0.95} | rest
+    assert "--temperature" not in sentence
+    nothing = {"temperature": 0.8, "top_k": None, "top_p": None} | rest
+    assert read(fields, "--ignore-generation-config") == (None, nothing)
+    assert read({"top_k": -1, "top_p": 1}) == (None, nothing)
+    assert read({"do_sample": False})[1]["temperature"] == 0
+    with pytest.raises(ValueError, match=r"generation_config.json has top_p 2; it needs a number"):
+        read({"top_p": 2})
+
+
+@pytest.mark.once
+def test_the_command_shows_what_it_takes_of_the_generation_config(target, tmp_path, capsys, run):
+    folder = shutil.copytree(target, tmp_path / "target")
+    (folder / "generation_config.json").write_text('{"temperature": 0.5, "eos_token_id": 0}')
+    common = ["generate", "ab", "--target", str(folder), "--draft", "none", "-n", "3"]
+    assert main(common) == 0
+    shown, _ = capsys.readouterr().err.split("\n", 1)
+    assert shown.startswith("--temperature 0.5, as in generation_config.json; ")
+    assert main([*common, "--json"]) == 0
+    captured = capsys.readouterr()
+    assert not captured.err
+    taken = json.loads(captured.out)
+    assert taken["generation_config"] == {"temperature": 0.5}
+    assert main([*common, "--json", "--temp", "0.5"]) == 0
+    given = json.loads(capsys.readouterr().out)
+    assert given["generation_config"] == {}
+    assert given["token_ids"] == taken["token_ids"]
