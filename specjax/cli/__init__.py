@@ -6,6 +6,7 @@ Open `command` first: it parses the arguments and runs one of them.
 |---|---|
 | `option_table` | options as tables: how each is parsed, its limits, its help text |
 | `arguments`, `speculation_arguments` | the options and their checks |
+| `close_matches` | what a misspelt word may have meant |
 | `prompts` | prompts from arguments, files and standard input |
 | `generation_config` | sampling parameters of a folder, for options that are not given |
 | `model_pair` | loads the target and the draft, encodes prompts, makes the grammar of a schema |

@@ -46,6 +46,16 @@ _PROMPT_FILE = {
 }
 
 
+def _parse_fields(text: str) -> dict[str, str]:
+    """Returns the places of NAME=PLACE,NAME=PLACE."""
+    pairs = [part.partition("=") for part in text.split(",")]
+    if not all(name and place for name, _, place in pairs):
+        raise argparse.ArgumentTypeError(
+            f"{quote(text)} is no NAME=PLACE,NAME=PLACE; id=task_id,prompt=prompt is one"
+        )
+    return {name.strip(): place.strip() for name, _, place in pairs}
+
+
 def _parse_template_arg(text: str) -> tuple[str, Any]:
     """Returns the name and the value of NAME=VALUE; a value that is no JSON is text."""
     name, sign, value = text.partition("=")
@@ -184,7 +194,13 @@ _BATCH_OPTIONS = {
     "input": Option(
         *(str, "FILE"),
         "JSON lines, each an object with a prompt, prompt_token_ids or messages, and perhaps an "
-        "id, a seed, stop strings and options of its own; needs --output",
+        "id, a seed, stop strings and options of its own; or lines of OpenAI's batch format; needs "
+        "--output",
+    ),
+    "fields": Option(
+        *(_parse_fields, "NAME=PLACE,..."),
+        "where other lines have the prompt, the id and so on, such as id=task_id,prompt=prompt or "
+        "id=question_id,turns=turns; the rest of a line is not read",
     ),
     "output": Option(
         *(str, "FILE"),
@@ -407,7 +423,9 @@ def _check_batch_options(options: argparse.Namespace) -> None:
         option, partner = ("input", "output") if options.output is None else ("output", "input")
         raise ValueError(f"--{option} is given without --{partner}; a file of prompts needs both.")
     if options.input is None:
-        names = _list_options(options, "num_slots", "skip_malformed", "usual_acceptance_rate")
+        names = _list_options(
+            options, "num_slots", "skip_malformed", "usual_acceptance_rate", "fields"
+        )
         if names:
             raise ValueError(f"{names[0]} is given without --input, a file of prompts.")
         return

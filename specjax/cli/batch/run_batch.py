@@ -16,7 +16,8 @@ import numpy as np
 
 from specjax.cli.arguments import SAMPLING_OPTIONS
 from specjax.cli.batch.output_file import OutputFile
-from specjax.cli.batch.read_lines import PromptLine, read_lines
+from specjax.cli.batch.read_lines import FIELDS, Encode, PromptLine, read_lines
+from specjax.cli.close_matches import suggest
 from specjax.cli.json_report import is_exact_rule, list_logprobs
 from specjax.cli.model_pair import (
     ModelPair,
@@ -64,6 +65,7 @@ class BatchJob(NamedTuple):
       output: the file of results.
       hashes: of the requests, by the numbers of their lines.
       grammar: of every text, or the one that counts the tokens of each, or None.
+      encode: returns the tokens of a conversation, for lines with later turns.
       most_counted: the tokens that the second counts, 0 without it.
       date: that chat templates wrote into prompts, in ISO 8601, or None.
     """
@@ -77,6 +79,7 @@ class BatchJob(NamedTuple):
     output: OutputFile
     hashes: dict[int, str]
     grammar: Grammar | None = None
+    encode: Encode = lambda prompt: []
     most_counted: int = 0
     date: str | None = None
 
@@ -131,8 +134,14 @@ def read_batch(
         warnings.extend([warning] if warning else [])
         return ids
 
+    unknown = [name for name in options.fields or () if name not in FIELDS]
+    if unknown:
+        hint = suggest(unknown[0], FIELDS)
+        raise ValueError(
+            f"--fields names {unknown[0]}, which is none of {', '.join(FIELDS)}.{hint}"
+        )
     limit = _MAX_BYTES if os.path.isfile(options.input) else _MAX_BYTES_OF_STREAM
-    lines, problems = read_lines(read_file(options.input, limit), encode)
+    lines, problems = read_lines(read_file(options.input, limit), encode, options.fields)
     if problems:
         shown = " ".join(problems[:_SHOWN_PROBLEMS])
         more = len(problems) - _SHOWN_PROBLEMS
@@ -166,7 +175,7 @@ def read_batch(
         most_counted = len(grammar.next_states) - 1 if grammar else 0
     loaded = load_pair(pair)
     job = BatchJob(pair, *loaded, config, lines, options, output, hashes, date=clock.date)
-    return job._replace(grammar=grammar, most_counted=most_counted)
+    return job._replace(grammar=grammar, most_counted=most_counted, encode=encode)
 
 
 def run_batch(job: BatchJob, terminal: Any) -> None:
@@ -184,7 +193,8 @@ def run_batch(job: BatchJob, terminal: Any) -> None:
         return
     with terminal.spinner("compiling"):
         engine = _make_engine(job)
-    with terminal.progress_bar(len(lines)) as advance:
+    num_turns = sum(1 + len(line.later_turns) for line in lines)
+    with terminal.progress_bar(num_turns) as advance:
         _decode(job, engine, deque(lines), advance, terminal)
 
 
@@ -201,6 +211,7 @@ def _hash(
     if options.min_tokens:
         common["min_tokens"] = options.min_tokens
     line_inputs = [line.number, line.token_ids, _stop(options, line), line.values]
+    line_inputs += [line.later_turns] if line.later_turns else []
     # A rule's functions have no name that outlives a process; the option does.
     inputs = [describe_configs(pair), _changed_fields(config), options.rule, common, line_inputs]
     if options.json_schema is not None:
@@ -241,7 +252,7 @@ def _make_engine(job: BatchJob) -> Engine:
     off = {"top_p": 1.0, "repetition_penalty": 1.0}
     defaults = {x: off.get(x, 0) if values[x] is None else values[x] for x in used}
     most = job.pair.target_config.max_position_embeddings
-    lengths = [len(line.token_ids) + _value(job, line, "max_new_tokens") for line in job.lines]
+    lengths = [_longest_text(job, line) for line in job.lines]
     longest = max((length for length in lengths if length <= most), default=_LENGTH_STEP)
     return Engine(
         job.target,
@@ -256,6 +267,14 @@ def _make_engine(job: BatchJob) -> Engine:
         tokenizer=job.pair.tokenizer,
         max_waiting=_ROUNDS_AHEAD * job.options.num_slots,
     )
+
+
+def _longest_text(job: BatchJob, line: PromptLine) -> int:
+    """Returns the most tokens of a line's prompt and text, or of its whole conversation."""
+    num_new, num_turns = _value(job, line, "max_new_tokens"), 1 + len(line.later_turns)
+    while line.later_turns:
+        line = line.next_turn({"text": ""}, job.encode)
+    return len(line.token_ids) + num_turns * int(num_new)
 
 
 def _submit(job: BatchJob, engine: Engine, line: PromptLine) -> Request:
@@ -296,8 +315,12 @@ def _decode(
             running[line.number] = line, _submit(job, engine, line)
         engine.step()
         for line, request in [pair for pair in running.values() if pair[1].finish_reason]:
-            job.output.append(_output_of(job, line, request))
-            del running[line.number]
+            if line.later_turns and request.finish_reason != FinishReason.REFUSED:
+                line = line.next_turn(_describe_turn(request), job.encode)
+                running[line.number] = line, _submit(job, engine, line)
+            else:
+                job.output.append(_output_of(job, line, request))
+                del running[line.number]
             num_requests += 1
             num_tokens += len(request.token_ids)
             if request.metrics is not None:
@@ -325,6 +348,12 @@ def _error_of(job: BatchJob, line: PromptLine, request: Request) -> str | None:
     )
 
 
+def _describe_turn(request: Request) -> dict[str, Any]:
+    """Returns an answer of a conversation."""
+    names = ("text", "token_ids", "finish_reason")
+    return {name: getattr(request, name) for name in names}
+
+
 def _output_of(job: BatchJob, line: PromptLine, request: Request) -> dict[str, Any]:
     """Returns a line of the output."""
     listed = None
@@ -335,6 +364,7 @@ def _output_of(job: BatchJob, line: PromptLine, request: Request) -> dict[str, A
         tokenizer = job.pair.tokenizer
         listed = [] if top is None else list_logprobs(tokenizer, request.token_ids, top)
     metrics = {} if request.metrics is None else request.metrics._asdict()
+    turns = [*line.answers, _describe_turn(request)] if line.messages else []
     return {
         "line": line.number,
         "id": line.id,
@@ -347,5 +377,6 @@ def _output_of(job: BatchJob, line: PromptLine, request: Request) -> dict[str, A
         "metrics": {name: count.tolist() for name, count in metrics.items()},
         "exact": is_exact_rule(job.drafter, job.config, _value(job, line, "temperature")),
         "date": job.date,
+        **({"turns": turns} if turns else {}),
         "request_hash": job.hashes[line.number],
     }
