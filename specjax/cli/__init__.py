@@ -4,11 +4,10 @@ Open `command` first: it parses the arguments and runs one of them.
 
 | module | what it holds |
 |---|---|
-| `option_table` | options as tables: how each is parsed, its limits, its help text |
+| `option_table` | options as tables: how each is parsed, its limits, its help text, close matches |
 | `arguments`, `speculation_arguments` | the options and their checks |
-| `close_matches` | what a misspelt word may have meant |
 | `prompts` | prompts from arguments, files and standard input |
-| `generation_config` | sampling parameters of a folder, for options that are not given |
+| `folders` | names of the hub, defaults and memory: what is known before weights are read |
 | `model_pair` | loads the target and the draft, encodes prompts, makes the grammar of a schema |
 | `run_generate`, `generate` | reads one prompt's job; decodes and times it |
 | `stream_programs`, `program_store` | what `generate` runs; what the next one reads |

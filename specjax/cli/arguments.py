@@ -1,18 +1,24 @@
 """Options of the command's parts, checked before any file is read."""
 
 import argparse
-import contextlib
-import importlib.util
-import json
 import math
-import os
 import pathlib
-import tempfile
+import re
 from typing import Any, NoReturn
 
 import numpy as np
 
-from specjax.cli.option_table import Option, add_options, check_limits, flag, option_name, without
+from specjax.cli.option_table import (
+    Option,
+    add_options,
+    check_limits,
+    flag,
+    option_name,
+    parse_fields,
+    parse_template_arg,
+    suggest,
+    without,
+)
 from specjax.cli.processes import (
     MESH_OPTIONS,
     PROCESS_OPTIONS,
@@ -20,9 +26,9 @@ from specjax.cli.processes import (
     check_process_options,
 )
 from specjax.cli.speculation_arguments import SPECULATION_OPTIONS, make_config, make_config_of
+from specjax.cli.sweep.plot_path import check_plot_path
 from specjax.config import SpeculativeConfig
 from specjax.engine.stop_strings import check_stop
-from specjax.file_io import quote
 from specjax.implementation import NEWEST_TESTED_JAX
 from specjax.processing.sampling_params import SamplingParams
 from specjax.version import __version__
@@ -38,36 +44,13 @@ __all__ = [
 ]
 
 MAX_TEMPERATURE = float(np.finfo(np.float32).max)
+_DTYPES = ("float32", "bfloat16", "float16")
 _PROMPT_FILE = {
     "nargs": "+",
     "action": "extend",
     "metavar": "FILE",
     "help": "read a prompt from each FILE, of at most 16 MiB",
 }
-
-
-def _parse_fields(text: str) -> dict[str, str]:
-    """Returns the places of NAME=PLACE,NAME=PLACE."""
-    pairs = [part.partition("=") for part in text.split(",")]
-    if not all(name and place for name, _, place in pairs):
-        raise argparse.ArgumentTypeError(
-            f"{quote(text)} is no NAME=PLACE,NAME=PLACE; id=task_id,prompt=prompt is one"
-        )
-    return {name.strip(): place.strip() for name, _, place in pairs}
-
-
-def _parse_template_arg(text: str) -> tuple[str, Any]:
-    """Returns the name and the value of NAME=VALUE; a value that is no JSON is text."""
-    name, sign, value = text.partition("=")
-    if not (sign and name.isidentifier()):
-        raise argparse.ArgumentTypeError(
-            f"{quote(text)} is no NAME=VALUE; enable_thinking=false is one"
-        )
-    with contextlib.suppress(ValueError):
-        return name, json.loads(value)
-    return name, value
-
-
 _PAIR_OPTIONS = {
     "chat": flag("treat a prompt as a user's message and apply the target's chat template"),
     "target": Option(
@@ -91,7 +74,7 @@ _PAIR_OPTIONS = {
 _TEMPLATE_OPTIONS = {
     "system": Option(str, "TEXT", "the system message, before the user's"),
     "template_arg": Option(
-        *(_parse_template_arg, "NAME=VALUE"),
+        *(parse_template_arg, "NAME=VALUE"),
         "a variable of the chat template, such as enable_thinking=false; may be given several "
         "times",
         is_list=True,
@@ -198,7 +181,7 @@ _BATCH_OPTIONS = {
         "--output",
     ),
     "fields": Option(
-        *(_parse_fields, "NAME=PLACE,..."),
+        *(parse_fields, "NAME=PLACE,..."),
         "where other lines have the prompt, the id and so on, such as id=task_id,prompt=prompt or "
         "id=question_id,turns=turns; the rest of a line is not read",
     ),
@@ -216,7 +199,6 @@ _BATCH_OPTIONS = {
     ),
 }
 
-_PLOT_SUFFIXES = (".png", ".svg", ".pdf")
 _SWEEP_OPTIONS = {
     "max_speculative_tokens": Option(
         int, "K", "largest number of drafted tokens per step", (1, 32), 8
@@ -246,13 +228,17 @@ class _Parser(argparse.ArgumentParser):
             raise OutputError(error) from error
 
     def error(self, message: str) -> NoReturn:
-        raise ValueError(f"{message}; `{self.prog} --help` lists the options.")
+        choice = re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message)
+        hint = "" if choice is None else suggest(choice[1], re.findall(r"\w+", choice[2]))
+        raise ValueError(f"{message}; `{self.prog} --help` lists the options.{hint}")
 
 
 def _make_parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="specjax", description="Speculative decoding in JAX.", allow_abbrev=False)
     version = f"specjax {__version__}, tested with jax up to {NEWEST_TESTED_JAX}"
     parser.add_argument("--version", action="version", version=version)
+    # Of commands without these options.
+    parser.set_defaults(ignore_eos=False, dtype=None)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_generate(commands)
     _add_chat(commands)
@@ -317,9 +303,7 @@ def _add_sweep(commands: Any) -> None:
         "largest K. K = 0 is plain decoding.",
         allow_abbrev=False,
     )
-    sweep.set_defaults(
-        logprobs=None, process=None, quiet=False, use_fp64_gumbel=False, ignore_eos=False
-    )
+    sweep.set_defaults(logprobs=None, process=None, quiet=False, use_fp64_gumbel=False)
     group = sweep.add_argument_group("prompts and models")
     group.add_argument("prompt", nargs="*", help="texts to continue; default: four built-in ones")
     group.add_argument("--prompt-file", **_PROMPT_FILE)
@@ -349,14 +333,23 @@ def parse_options(argv: list[str] | None) -> tuple[argparse.Namespace, Speculati
     Raises:
       ValueError: if an option is wrong; the sentence names it.
     """
-    options, unknown = _make_parser().parse_known_args(argv)
+    parser = _make_parser()
+    options, unknown = parser.parse_known_args(argv)
     if unknown:
+        # The parser has given each value that follows such an option, too.
+        names = [word.partition("=")[0] for word in unknown if word.startswith("-")]
+        hint = suggest(names[0], _option_names(parser, options.command)) if names else ""
         raise ValueError(
             f"unrecognized arguments: {' '.join(unknown)}; `specjax {options.command} --help` "
-            "lists the options."
+            f"lists the options.{hint}"
         )
     check_limits(options, _TEXT_OPTIONS)
     check_mesh_options(options)
+    if options.dtype not in (None, *_DTYPES):
+        hint = suggest(options.dtype, _DTYPES)
+        raise ValueError(
+            f"--dtype is {options.dtype}; it needs to be {' or '.join(_DTYPES)}.{hint}"
+        )
     if options.command == "sweep":
         return options, _parse_sweep_options(options)
     check_limits(options, SAMPLING_OPTIONS | END_OPTIONS)
@@ -407,6 +400,12 @@ def _check_draft_options(options: argparse.Namespace) -> None:
         raise ValueError(f"--draft is none, so nothing is drafted; {drafting[0]} needs a draft.")
 
 
+def _option_names(parser: argparse.ArgumentParser, command: str) -> list[str]:
+    """Returns the names of a command's options."""
+    actions = (x for x in parser._actions if isinstance(x, argparse._SubParsersAction))
+    return list(next(actions).choices[command]._option_string_actions)
+
+
 def _list_options(options: argparse.Namespace, *names: str) -> list[str]:
     """Returns the options of these names that are given."""
     values = {name: getattr(options, name) for name in names}
@@ -445,39 +444,8 @@ def _parse_sweep_options(options: argparse.Namespace) -> SpeculativeConfig:
             "--draft is none; a sweep needs a draft (it times plain decoding as K = 0)."
         )
     if options.out is not None:
-        _check_plot_path(pathlib.Path(options.out))
+        check_plot_path(pathlib.Path(options.out))
     return make_config_of(
         num_speculative_tokens=options.max_speculative_tokens,
         draft_sample_method=options.draft_sample_method,
     )
-
-
-def _check_plot_path(path: pathlib.Path) -> None:
-    # Checked before the measurement, which takes minutes.
-    if path.name.lower() in _PLOT_SUFFIXES:
-        raise ValueError(f"--out is {path}; it needs a file name, like sweep{path.name}.")
-    if os.path.isdir(path):
-        raise ValueError(f"--out is {path}, which is a folder; it needs to be a file.")
-    if path.suffix.lower() not in _PLOT_SUFFIXES:
-        raise ValueError(f"--out is {path}; it needs to end in {', '.join(_PLOT_SUFFIXES)}.")
-    if not os.path.isdir(path.parent):
-        raise ValueError(f"--out is {path}; there is no folder {path.parent}.")
-    try:
-        _check_writable(path.resolve())
-    except (OSError, RuntimeError) as error:
-        message = getattr(error, "strerror", None) or error
-        raise ValueError(f"--out is {path}, which cannot be written: {message}.") from None
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ValueError(
-            "--out needs matplotlib; pip install 'specjax[examples]', or leave --out away to get "
-            "the tables alone."
-        )
-
-
-def _check_writable(path: pathlib.Path) -> None:
-    """Raises the error that writing `path` would raise; creates and changes nothing."""
-    if path.exists():
-        path.open("ab").close()
-    if path.is_file() or not path.exists():
-        # `replace_file` writes a new file in that folder.
-        tempfile.TemporaryFile(dir=path.parent).close()

@@ -53,11 +53,12 @@ def _read_command(argv: list[str] | None, exit_stack: contextlib.ExitStack) -> C
     if folder is None:
         enable_compilation_cache()
     with collective_errors(options), terminal.spinner("reading the folders"):
-        from specjax.cli.generation_config import take_defaults
+        from specjax.cli.folders.generation_config import take_defaults
         from specjax.cli.model_pair import read_pair
 
         pair = read_pair(options)
-        defaults = None if is_sweep else take_defaults(options, pair.folder)
+        has_defaults = options.command in ("generate", "chat")
+        defaults = take_defaults(options, pair.folder) if has_defaults else None
     terminal.print_warning(pair.warning)
     if defaults is not None and not (options.quiet or getattr(options, "json", False)):
         terminal.print_note(defaults)
@@ -69,7 +70,7 @@ def _read_command(argv: list[str] | None, exit_stack: contextlib.ExitStack) -> C
     if is_chat:
         from specjax.cli.chat.run_chat import read_chat, run_chat
 
-        chat = read_chat(options, config, pair, folder)
+        chat = read_chat(options, config, pair, terminal, folder)
         return lambda: run_chat(chat, terminal)
     if is_file:
         from specjax.cli.batch.run_batch import read_batch, run_batch

@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 
 from specjax import models
 from specjax.cli.arguments import parse_sampling_options
+from specjax.cli.folders.hub_cache import find_model, model_name
+from specjax.cli.option_table import suggest
 from specjax.cli.processes import load_options
 from specjax.config import SpeculativeConfig
 from specjax.contrib.grammars import json_schema_grammar, min_tokens_grammar, token_bytes
@@ -44,6 +46,7 @@ __all__ = [
 _MAX_BYTES = 2**24
 # Names of `--draft`, and the folders that ship with specjax.
 _EMBEDDED_DRAFTS = {"head": "eagle3", "model": "draft"}
+_NAMED_DRAFTS = ("ngram", "none")
 
 
 class ModelPair(NamedTuple):
@@ -80,7 +83,8 @@ def read_pair(options: argparse.Namespace) -> ModelPair:
         target, and more `--logprobs` than the target has tokens.
     """
     embedded = options.target is None
-    folder = models.pretrained_folder("target") if embedded else options.target
+    embedded_folder = models.pretrained_folder("target")
+    folder = embedded_folder if embedded else find_model(options.target, "--target")
     default = "head" if embedded else "ngram"
     draft_name = default if options.draft is None else options.draft
     draft_spec = draft_name
@@ -92,7 +96,12 @@ def read_pair(options: argparse.Namespace) -> ModelPair:
             f"--draft {draft_name} is the {kind} that ships with specjax, trained for the default "
             f"target; with --target, give the folder of a {kind} for that target."
         )
-    name = f"target {'embedded' if embedded else folder} · draft {draft_name}"
+    elif draft_name not in _NAMED_DRAFTS:
+        draft_spec = find_model(draft_name, "--draft")
+        hint = suggest(draft_name, (*_EMBEDDED_DRAFTS, *_NAMED_DRAFTS))
+        if hint and not os.path.isdir(draft_spec):
+            raise ValueError(f"--draft is {draft_name}, which is not a folder.{hint}")
+    name = f"target {'embedded' if embedded else options.target} · draft {draft_name}"
     config, tokenizer = models.load_config(folder), models.load_tokenizer(folder)
     if options.dtype is not None:
         config = dataclasses.replace(config, dtype=options.dtype)
@@ -105,7 +114,7 @@ def read_pair(options: argparse.Namespace) -> ModelPair:
         raise ValueError(
             f"--logprobs is {options.logprobs}; the target has {config.vocab_size} tokens."
         )
-    return pair if draft_spec in ("ngram", "none") else _read_draft(pair)
+    return pair if draft_spec in _NAMED_DRAFTS else _read_draft(pair)
 
 
 def _read_draft(pair: ModelPair) -> ModelPair:
@@ -157,7 +166,7 @@ def with_trained_k(
 
 def _warn_of_verifier(pair: ModelPair, verifier: str | None) -> str | None:
     """Returns a warning if a head names another target than the folder's, or None."""
-    folder = pathlib.Path(pair.folder).resolve().name
+    folder = model_name(pair.folder)
     if verifier is None or pathlib.PurePath(verifier).name.lower() == folder.lower():
         return None
     return (

@@ -1,11 +1,26 @@
 """Options of the command as tables: how each is parsed, its limits and its help text."""
 
 import argparse
+import contextlib
+import difflib
+import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
-__all__ = ["Option", "add_options", "check_limits", "flag", "option_name", "without"]
+from specjax.file_io import quote
+
+__all__ = [
+    "Option",
+    "add_options",
+    "check_limits",
+    "flag",
+    "option_name",
+    "parse_fields",
+    "parse_template_arg",
+    "suggest",
+    "without",
+]
 
 
 class Option(NamedTuple):
@@ -76,3 +91,36 @@ def check_limits(options: argparse.Namespace, table: Mapping[str, Option]) -> No
         if not low <= value <= high:
             needs = option.needs or (f">= {low}" if high == math.inf else f"in [{low}, {high}]")
             raise ValueError(f"{option_name(name)} is {value}; it needs to be {needs}.")
+
+
+def parse_fields(text: str) -> dict[str, str]:
+    """Returns the places of NAME=PLACE,NAME=PLACE."""
+    pairs = [part.partition("=") for part in text.split(",")]
+    if not all(name and place for name, _, place in pairs):
+        raise argparse.ArgumentTypeError(
+            f"{quote(text)} is no NAME=PLACE,NAME=PLACE; id=task_id,prompt=prompt is one"
+        )
+    return {name.strip(): place.strip() for name, _, place in pairs}
+
+
+def parse_template_arg(text: str) -> tuple[str, Any]:
+    """Returns the name and the value of NAME=VALUE; a value that is no JSON is text."""
+    name, sign, value = text.partition("=")
+    if not (sign and name.isidentifier()):
+        raise argparse.ArgumentTypeError(
+            f"{quote(text)} is no NAME=VALUE; enable_thinking=false is one"
+        )
+    with contextlib.suppress(ValueError):
+        return name, json.loads(value)
+    return name, value
+
+
+def suggest(word: str, known: Iterable[str]) -> str:
+    """Returns a question with the known word that is closest to a word; "" if none is close.
+
+    Example:
+      >>> suggest("--temprature", ["--temperature", "--top-k"]), suggest("x", ["--top-k"])
+      (' Did you mean --temperature?', '')
+    """
+    close = difflib.get_close_matches(word, list(known), n=1)
+    return f" Did you mean {close[0]}?" if close else ""

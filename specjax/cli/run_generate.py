@@ -6,6 +6,7 @@ import pathlib
 from concurrent import futures
 from typing import Any
 
+from specjax.cli.folders.pair_memory import report_memory
 from specjax.cli.generate import GenerateJob, begin_programs, compare_with_plain, stream_text
 from specjax.cli.json_report import json_report
 from specjax.cli.model_pair import (
@@ -46,8 +47,10 @@ def read_jobs(
         encoded = [_encode(options, pair, text, terminal) for text in texts]
         sampling = read_sampling(options, pair)
         config = with_trained_k(config, options, pair)
-    longest = max((ids for _, ids in encoded), key=len)
-    job = GenerateJob(options, pair, config, "", longest, sampling, folder)
+        longest = max((ids for _, ids in encoded), key=len)
+        job = GenerateJob(options, pair, config, "", longest, sampling, folder)
+        size = {"num_requests": 1, "max_length": _capacity(job)}
+        report_memory(options, pair, config, terminal, **size)
     if len(texts) > 1:
         job = job._replace(max_length=_capacity(job))
     inputs = {"config": config, "prompt_ids": [ids for _, ids in encoded], "sampling": sampling}

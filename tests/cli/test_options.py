@@ -3,6 +3,7 @@
 import dataclasses
 import io
 import json
+import re
 import shutil
 
 import jax
@@ -13,10 +14,13 @@ from test_command import PROMPT, TARGET, write_model
 import specjax
 from specjax.cli import generate, main
 from specjax.cli.arguments import parse_options
-from specjax.cli.generation_config import take_defaults
-from specjax.cli.model_pair import render_chat
+from specjax.cli.folders import pair_memory
+from specjax.cli.folders.generation_config import take_defaults
+from specjax.cli.folders.hub_cache import model_name
+from specjax.cli.model_pair import read_pair, render_chat
 from specjax.contrib.grammars import min_tokens_grammar
 from specjax.markov_chain import markov_chain
+from specjax.models import load
 
 pytestmark = pytest.mark.lenient
 
@@ -186,3 +190,65 @@ def test_the_command_shows_what_it_takes_of_the_generation_config(target, tmp_pa
     given = json.loads(capsys.readouterr().out)
     assert given["generation_config"] == {}
     assert given["token_ids"] == taken["token_ids"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["generate", "x", "--temprature", "1"], "--temprature 1; `.*Did you mean --temperature"),
+        (["generate", "x", "--max-new-token=1"], "Did you mean --max-new-tokens"),
+        (["sweep", "--temprature", "1"], "Did you mean --temperature"),
+        (["generat", "x"], "invalid choice: 'generat'.*Did you mean generate"),
+        (["generate", "x", "--rejection-sample-method", "blok"], "'blok'; .*Did you mean block"),
+        (["generate", "x", "--draft-sample-method", "greed"], "'greed'.*Did you mean greedy"),
+        (["generate", "x", "--rule", "relax:1,2"], "'relax:1,2'.*Did you mean relaxed"),
+        (["generate", "x", "--dtype", "bfloat61"], "is bfloat61; .*Did you mean bfloat16"),
+        (["generate", "x", "--draft", "ngrm"], "ngrm, which is not a folder. Did you mean ngram"),
+    ],
+)
+def test_a_misspelt_option_or_choice_names_the_closest(capsys, arguments, words):
+    assert main(arguments) == 2
+    assert re.search(words, capsys.readouterr().err)
+
+
+def test_a_model_of_the_hub_is_found_in_its_cache_or_the_command_that_downloads_it_is_named(
+    target, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    (tmp_path / "models--a--Small" / "refs").mkdir(parents=True)
+    (tmp_path / "models--a--Small" / "refs" / "main").write_text("12ab\n")
+    folder = tmp_path / "models--a--Small" / "snapshots" / "12ab"
+    shutil.copytree(target, folder)
+    options, _ = parse_options(["generate", "x", "--target", "a/Small", "--draft", "none"])
+    pair = read_pair(options)
+    assert pair.folder == str(folder)
+    assert pair.name.startswith("target a/Small ")
+    assert model_name(pair.folder) == "Small"
+    for option in ("--target", "--draft"):
+        assert main(["generate", "x", option, "a/Smaller"]) == 2
+        sentence = capsys.readouterr().err
+        assert f"{option} is a/Smaller, which is not a folder, and no model of that" in sentence
+        assert "`hf download a/Smaller` downloads it." in sentence
+
+
+def test_a_pair_that_does_not_fit_is_refused_before_its_weights_are_read(target, monkeypatch):
+    options, config = parse_options(
+        ["generate", "x", "--target", str(target), "--dtype", "float16"]
+    )
+    pair, size = read_pair(options), {"num_requests": 4, "max_length": 128}
+    assert pair_memory.describe_memory(pair, config, **size) is None  # It is small.
+    monkeypatch.setattr(pair_memory, "_LEAST_SHOWN", 0)
+    model = load(target, "float16")[0]
+    weights = sum(leaf.nbytes for leaf in jax.tree.leaves(model.params))
+    needs = specjax.memory_needs(
+        *(model, specjax.ngram_drafter()),
+        batch_size=4,
+        config=config,
+        options=specjax.LoopOptions(max_length=128),
+    )
+    free = weights + needs.of_slots(4)
+    monkeypatch.setattr(pair_memory, "free_bytes", lambda devices: free)
+    assert pair_memory.describe_memory(pair, config, **size).endswith("room for 4")
+    free -= 1
+    with pytest.raises(MemoryError, match="there is no room for this pair: weights take"):
+        pair_memory.describe_memory(pair, config, **size)

@@ -3,7 +3,7 @@
 {"custom_id": ..., "method": "POST", "url": "/v1/chat/completions", "body": {...}}
 """
 
-from specjax.cli.close_matches import suggest
+from specjax.cli.option_table import suggest
 from specjax.file_io import JsonObject, quote, shorten
 
 __all__ = ["is_openai_line", "translate_line"]

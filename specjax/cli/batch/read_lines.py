@@ -11,7 +11,7 @@ import numpy as np
 
 from specjax.cli.arguments import END_OPTIONS, MAX_TEMPERATURE, SAMPLING_OPTIONS
 from specjax.cli.batch.openai_lines import is_openai_line, translate_line
-from specjax.cli.close_matches import suggest
+from specjax.cli.option_table import suggest
 from specjax.engine.stop_strings import check_stop
 from specjax.file_io import JsonObject, quote, shorten
 

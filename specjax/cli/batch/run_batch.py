@@ -17,7 +17,7 @@ import numpy as np
 from specjax.cli.arguments import SAMPLING_OPTIONS
 from specjax.cli.batch.output_file import OutputFile
 from specjax.cli.batch.read_lines import FIELDS, Encode, PromptLine, read_lines
-from specjax.cli.close_matches import suggest
+from specjax.cli.folders.pair_memory import report_memory
 from specjax.cli.json_report import is_exact_rule, list_logprobs
 from specjax.cli.model_pair import (
     ModelPair,
@@ -29,6 +29,7 @@ from specjax.cli.model_pair import (
     render_chat,
     with_trained_k,
 )
+from specjax.cli.option_table import suggest
 from specjax.config import SpeculativeConfig
 from specjax.decode.drafters import Drafter
 from specjax.decode.logprobs import TopLogprobs
@@ -173,9 +174,13 @@ def read_batch(
         counts = [line.values.get("min_tokens", options.min_tokens or 0) for line in lines]
         grammar = count_grammar(pair, max(counts, default=0))
         most_counted = len(grammar.next_states) - 1 if grammar else 0
+    if lines:
+        size = {"num_requests": options.num_slots}
+        size["max_length"] = _capacity(options, pair, lines, encode)
+        report_memory(options, pair, config, terminal, **size)
     loaded = load_pair(pair)
-    job = BatchJob(pair, *loaded, config, lines, options, output, hashes, date=clock.date)
-    return job._replace(grammar=grammar, most_counted=most_counted, encode=encode)
+    job = BatchJob(pair, *loaded, config, lines, options, output, hashes, grammar, date=clock.date)
+    return job._replace(most_counted=most_counted, encode=encode)
 
 
 def run_batch(job: BatchJob, terminal: Any) -> None:
@@ -251,15 +256,12 @@ def _make_engine(job: BatchJob) -> Engine:
     used |= {name for line in job.lines for name in line.values if name in values}
     off = {"top_p": 1.0, "repetition_penalty": 1.0}
     defaults = {x: off.get(x, 0) if values[x] is None else values[x] for x in used}
-    most = job.pair.target_config.max_position_embeddings
-    lengths = [_longest_text(job, line) for line in job.lines]
-    longest = max((length for length in lengths if length <= most), default=_LENGTH_STEP)
     return Engine(
         job.target,
         job.drafter,
         num_slots=job.options.num_slots,
         options=LoopOptions(
-            max_length=min(most, -(-longest // _LENGTH_STEP) * _LENGTH_STEP),
+            max_length=_capacity(job.options, job.pair, job.lines, job.encode),
             num_logprobs=job.options.logprobs,
         ),
         sampling=SamplingParams(**defaults, grammar=job.grammar),
@@ -269,11 +271,22 @@ def _make_engine(job: BatchJob) -> Engine:
     )
 
 
-def _longest_text(job: BatchJob, line: PromptLine) -> int:
+def _capacity(
+    options: argparse.Namespace, pair: ModelPair, lines: list[PromptLine], encode: Encode
+) -> int:
+    """Returns the tokens of a slot: the longest text of a line that the target takes."""
+    most: int = pair.target_config.max_position_embeddings
+    lengths = [_longest_text(options, line, encode) for line in lines]
+    longest = max((length for length in lengths if length <= most), default=_LENGTH_STEP)
+    return min(most, -(-longest // _LENGTH_STEP) * _LENGTH_STEP)
+
+
+def _longest_text(options: argparse.Namespace, line: PromptLine, encode: Encode) -> int:
     """Returns the most tokens of a line's prompt and text, or of its whole conversation."""
-    num_new, num_turns = _value(job, line, "max_new_tokens"), 1 + len(line.later_turns)
+    num_turns = 1 + len(line.later_turns)
+    num_new = line.values.get("max_new_tokens", options.max_new_tokens)
     while line.later_turns:
-        line = line.next_turn({"text": ""}, job.encode)
+        line = line.next_turn({"text": ""}, encode)
     return len(line.token_ids) + num_turns * int(num_new)
 
 

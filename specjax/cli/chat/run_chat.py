@@ -7,6 +7,7 @@ from concurrent import futures
 from typing import Any
 
 from specjax.cli.chat.conversation import Answer, Conversation, choose_capacity
+from specjax.cli.folders.pair_memory import report_memory
 from specjax.cli.generate import GenerateJob, begin_programs
 from specjax.cli.json_report import metrics_json
 from specjax.cli.model_pair import (
@@ -17,6 +18,7 @@ from specjax.cli.model_pair import (
     render_chat,
     with_trained_k,
 )
+from specjax.cli.option_table import suggest
 from specjax.cli.streams import catch_interrupt, raise_on_interrupt
 from specjax.config import SpeculativeConfig
 
@@ -36,6 +38,7 @@ def read_chat(
     options: argparse.Namespace,
     config: SpeculativeConfig,
     pair: ModelPair,
+    terminal: Any,
     folder: pathlib.Path | None,
 ) -> GenerateJob:
     """Returns the job of a conversation; weights are read while its programs are compiled.
@@ -47,9 +50,12 @@ def read_chat(
     config = with_trained_k(config, options, pair)
     job = GenerateJob(options, pair, config, "", [0], read_sampling(options, pair), folder)
     render_chat(options, pair, [{"role": "user", "content": "Hello."}])
-    job = job._replace(max_length=choose_capacity(job, 1))
+    capacity = choose_capacity(job, 1)
+    job = job._replace(max_length=capacity)
     if options.max_new_tokens >= pair.target_config.max_position_embeddings:
         options.max_new_tokens = pair.target_config.max_position_embeddings - 1
+    size = {"num_requests": 1, "max_length": capacity}
+    report_memory(options, pair, config, terminal, **size)
     with futures.ThreadPoolExecutor(1) as pool:
         weights = pool.submit(load_pair, pair)
         shapes = pair_shapes(pair)
@@ -122,7 +128,8 @@ def _run_command(message: str, conversation: Conversation, terminal: Any) -> boo
         for command, meaning in _COMMANDS.items():
             terminal.print_note(f"{command}  {meaning}")
     elif name != "/exit":
-        raise ValueError(f"{name} is no command; there are {', '.join(_COMMANDS)}.")
+        hint = suggest(name, _COMMANDS)
+        raise ValueError(f"{name} is no command; there are {', '.join(_COMMANDS)}.{hint}")
     return name == "/exit"
 
 
