@@ -3,6 +3,8 @@
 {"custom_id": ..., "method": "POST", "url": "/v1/chat/completions", "body": {...}}
 """
 
+from collections.abc import Mapping
+
 from specjax.cli.option_table import suggest
 from specjax.file_io import JsonObject, quote, shorten
 
@@ -33,12 +35,12 @@ _OFF: JsonObject = {
 _KNOWN = (*_EQUAL, *_LENGTHS, *_UNREAD, *_OFF)
 
 
-def is_openai_line(fields: JsonObject) -> bool:
+def is_openai_line(fields: Mapping[str, object]) -> bool:
     """Returns whether a line is of OpenAI's batch format."""
     return "body" in fields or "custom_id" in fields
 
 
-def translate_line(fields: JsonObject) -> JsonObject:
+def translate_line(fields: Mapping[str, object]) -> JsonObject:
     """Returns the fields of a line of this command; null is absent.
 
     Raises:

@@ -55,9 +55,9 @@ class PromptLine(NamedTuple):
     values: JsonObject
     later_turns: tuple[str, ...] = ()
     messages: tuple[JsonObject, ...] = ()
-    answers: tuple[JsonObject, ...] = ()
+    answers: tuple[Mapping[str, object], ...] = ()
 
-    def next_turn(self, answer: JsonObject, encode: Encode) -> "PromptLine":
+    def next_turn(self, answer: Mapping[str, object], encode: Encode) -> "PromptLine":
         """Returns the line after an answer: its prompt is the conversation up to the next one."""
         messages = [*self.messages, {"role": "assistant", "content": answer["text"]}]
         messages.append({"role": "user", "content": self.later_turns[0]})
@@ -144,7 +144,7 @@ def _read_line(
     return line._replace(token_ids=_read_prompt(fields, encode))
 
 
-def _find_value(fields: JsonObject, place: str) -> Any:
+def _find_value(fields: object, place: str) -> Any:
     """Returns the value at a place such as `turns.0`: names, and numbers of a list's members."""
     value: Any = fields
     for part in place.split("."):

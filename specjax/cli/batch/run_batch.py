@@ -135,6 +135,30 @@ def read_batch(
         warnings.extend([warning] if warning else [])
         return ids
 
+    lines = _read_input(options, encode, terminal)
+    if warnings:
+        terminal.print_warning(f"{options.input}, {len(warnings)} of its lines: {warnings[0]}")
+    grammar = read_grammar(options, pair)
+    if options.json_schema is not None and any("min_tokens" in line.values for line in lines):
+        raise ValueError("a line sets min_tokens, and --json-schema alone says where a text ends.")
+    hashes = {line.number: _hash(options, pair, config, line, grammar) for line in lines}
+    _prepare_output(options, output, hashes, terminal)
+    most_counted = 0
+    if options.json_schema is None:
+        counts = [line.values.get("min_tokens", options.min_tokens or 0) for line in lines]
+        grammar = count_grammar(pair, max(counts, default=0))
+        most_counted = len(grammar.next_states) - 1 if grammar else 0
+    if lines:
+        size = {"num_requests": options.num_slots}
+        size["max_length"] = _capacity(options, pair, lines, encode)
+        report_memory(options, pair, config, terminal, **size)
+    loaded = load_pair(pair)
+    job = BatchJob(pair, *loaded, config, lines, options, output, hashes, grammar, date=clock.date)
+    return job._replace(most_counted=most_counted, encode=encode)
+
+
+def _read_input(options: argparse.Namespace, encode: Encode, terminal: Any) -> list[PromptLine]:
+    """Returns the lines of the input; refuses malformed ones, or names those that are skipped."""
     unknown = [name for name in options.fields or () if name not in FIELDS]
     if unknown:
         hint = suggest(unknown[0], FIELDS)
@@ -150,12 +174,13 @@ def read_batch(
         if not options.skip_malformed:
             raise ValueError(f"{options.input}: {shown} --skip-malformed leaves such lines out.")
         terminal.print_warning(f"{options.input}: {len(problems)} left out. {shown}")
-    if warnings:
-        terminal.print_warning(f"{options.input}, {len(warnings)} of its lines: {warnings[0]}")
-    grammar = read_grammar(options, pair)
-    if options.json_schema is not None and any("min_tokens" in line.values for line in lines):
-        raise ValueError("a line sets min_tokens, and --json-schema alone says where a text ends.")
-    hashes = {line.number: _hash(options, pair, config, line, grammar) for line in lines}
+    return lines
+
+
+def _prepare_output(
+    options: argparse.Namespace, output: OutputFile, hashes: dict[int, str], terminal: Any
+) -> None:
+    """Refuses an output of other requests; makes it ready for lines that it does not have."""
     for number, digest in hashes.items():
         if output.done.get(number, digest) != digest:
             raise ValueError(
@@ -163,24 +188,12 @@ def read_batch(
                 "options; name another --output, or remove it."
             )
     # Nothing is written to a file that has every line, which may be read-only.
-    if not lines or hashes.keys() - output.done.keys():
+    if not hashes or hashes.keys() - output.done.keys():
         output.prepare()
         if not output.is_locked:
             terminal.print_warning(
                 f"{options.output} cannot be locked here; start no other run with this --output."
             )
-    most_counted = 0
-    if options.json_schema is None:
-        counts = [line.values.get("min_tokens", options.min_tokens or 0) for line in lines]
-        grammar = count_grammar(pair, max(counts, default=0))
-        most_counted = len(grammar.next_states) - 1 if grammar else 0
-    if lines:
-        size = {"num_requests": options.num_slots}
-        size["max_length"] = _capacity(options, pair, lines, encode)
-        report_memory(options, pair, config, terminal, **size)
-    loaded = load_pair(pair)
-    job = BatchJob(pair, *loaded, config, lines, options, output, hashes, grammar, date=clock.date)
-    return job._replace(most_counted=most_counted, encode=encode)
 
 
 def run_batch(job: BatchJob, terminal: Any) -> None:

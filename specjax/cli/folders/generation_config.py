@@ -1,17 +1,18 @@
 """Sampling defaults of a folder's generation_config.json, for options that are not given."""
 
 import argparse
+import json
 import os
 import pathlib
 from typing import Any
 
 from specjax.cli.arguments import SAMPLING_OPTIONS, TEMPERATURE
 from specjax.cli.option_table import option_name
-from specjax.file_io import quote
-from specjax.models.hf.folder import read_json_object
+from specjax.file_io import quote, read_file
 
 __all__ = ["take_defaults"]
 
+_MAX_BYTES = 2**28
 _NAMES = ("top_k", "top_p", "min_p", "repetition_penalty")
 _OPTIONS = {"temperature": TEMPERATURE} | {name: SAMPLING_OPTIONS[name] for name in _NAMES}
 # Values that leave every token in; -1 is vLLM's.
@@ -41,7 +42,8 @@ def take_defaults(options: argparse.Namespace, folder: str | os.PathLike[str]) -
     path = pathlib.Path(folder) / "generation_config.json"
     if options.ignore_generation_config or not path.is_file():
         return None
-    fields = read_json_object(path, "sampling parameters")
+    # An object: `models.load_config` has read it for the tokens that end a text.
+    fields = json.loads(read_file(path, _MAX_BYTES))
     if fields.get("do_sample") is False:
         fields["temperature"] = 0.0
     taken: dict[str, float] = {}

@@ -7,7 +7,6 @@ import argparse
 import math
 import os
 import pathlib
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -55,9 +54,9 @@ def describe_memory(
     """
     if _size_of_files(pair.folder) < _LEAST_SHOWN:
         return None
-    options = {name: x for name, x in pair.load_target.items() if name == "dtype"}
-    target = models.load_shapes(pair.folder, **options)[0]
-    drafter, draft_bytes = _draft_shapes(pair, options)
+    dtype = pair.load_target.get("dtype")
+    target = models.load_shapes(pair.folder, dtype)[0]
+    drafter, draft_bytes = _draft_shapes(pair, dtype)
     weights = _num_bytes(target.params) + draft_bytes
     needs = memory_needs(
         target,
@@ -84,12 +83,12 @@ def describe_memory(
     return f"{parts}; {_short(free)} are free, room for {room}"
 
 
-def _draft_shapes(pair: ModelPair, options: Mapping[str, Any]) -> tuple[Drafter | None, int]:
+def _draft_shapes(pair: ModelPair, dtype: str | None) -> tuple[Drafter | None, int]:
     """Returns a drafter with shapes for weights, or None, and the bytes of the weights."""
     if pair.draft is None:
         return ngram_drafter() if pair.draft_spec == "ngram" else None, 0
     if pair.draft.kind == "model":
-        draft = models.load_shapes(pair.draft_spec, **options)[0]
+        draft = models.load_shapes(pair.draft_spec, dtype)[0]
         return model_drafter(draft), _num_bytes(draft.params)
     return None, _size_of_files(pair.draft_spec)
 
