@@ -183,9 +183,10 @@ def test_prompts_that_begin_as_the_tokenizer_would_begin_them_give_one_warning(
     monkeypatch.setattr(run_batch, "_hash", lambda *what: "")
     (tmp_path / "in").write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
     files = {"input": str(tmp_path / "in"), "output": str(tmp_path / "out")}
-    options = argparse.Namespace(
-        chat=False, json_schema=None, min_tokens=None, fields=None, **files
-    )
+    absent = dict.fromkeys(("json_schema", "min_tokens", "fields", "num_slots"))
+    for name in ("_capacity", "report_memory"):
+        monkeypatch.setattr(run_batch, name, lambda *what, **size: 0)
+    options = argparse.Namespace(chat=False, **absent, **files)
     pair = types.SimpleNamespace(tokenizer=None, draft=None)
     terminal = types.SimpleNamespace(print_warning=warned.append)
     with contextlib.ExitStack() as stack:
