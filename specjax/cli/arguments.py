@@ -55,8 +55,8 @@ _PAIR_OPTIONS = {
     "chat": flag("treat a prompt as a user's message and apply the target's chat template"),
     "target": Option(
         *(str, "DIR"),
-        "Hugging Face folder of a Llama, Mistral, Qwen or Gemma model; default: the target that "
-        "ships with specjax",
+        "Hugging Face folder of a Llama, Mistral, Qwen or Gemma model, or its name on the hub if "
+        "it was downloaded before; default: the target that ships with specjax",
     ),
     "draft": Option(
         *(str, "DIR|head|model|ngram"),

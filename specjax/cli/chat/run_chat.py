@@ -1,6 +1,8 @@
 """Runs `specjax chat`: reads messages and commands, and prints answers."""
 
 import argparse
+import contextlib
+import importlib
 import pathlib
 import sys
 from concurrent import futures
@@ -80,6 +82,8 @@ def run_chat(job: GenerateJob, terminal: Any) -> None:
     terminal.print_heading(job)
     if is_person:
         terminal.print_note(_HINT)
+        with contextlib.suppress(ImportError):  # `input` then edits lines and keeps a history.
+            importlib.import_module("readline")
     while (message := _read_message(is_person, terminal)) is not None:
         if not message.strip():
             continue
@@ -106,7 +110,9 @@ def _answer(conversation: Conversation, message: str, terminal: Any) -> None:
 def _describe(answer: Answer) -> str:
     """Returns the line of counts after an answer."""
     result, rate = answer.result, answer.timings.tokens_per_second
-    parts = [f"{len(result.token_ids)} tokens, ended by {result.finish.replace('_', ' ')}"]
+    num_tokens = len(result.token_ids)
+    unit = "token" if num_tokens == 1 else "tokens"
+    parts = [f"{num_tokens} {unit}, ended by {result.finish.replace('_', ' ')}"]
     if rate is not None:
         parts.append(f"{rate:.1f} tokens/s")
     length = metrics_json(result)["mean_acceptance_length"]
