@@ -23,7 +23,7 @@ PEERS_NEEDS = torch transformers==5.24.0 keras-hub==0.32.0
 # A Python that sees an NVIDIA GPU, with jax, pytest, chex, hypothesis and scipy.
 PYTHON_GPU ?= python3
 
-.PHONY: demo quick kernels test checks nightly parity head-parity tunix peers gpu-test gpu-sanitize lint docs wheel clean
+.PHONY: demo quick kernels test checks nightly parity head-parity tunix lm-eval peers gpu-test gpu-sanitize lint docs wheel clean
 
 demo: $(VENV)/.demo
 	$(VENV)/bin/specjax generate --prompt-file examples/prompt.txt --temperature 0.7 --max-new-tokens 256 --compare
@@ -67,6 +67,10 @@ head-parity: $(VENV)/.heads
 # `specjax.contrib.tunix`, with google-tunix: dozens of packages, so give it a VENV of its own.
 tunix: $(VENV)/.tunix
 	SPECJAX_TUNIX_TEST=1 $(VENV)/bin/python -m pytest -q $(TUNIX_FLAGS) tests/contrib/tunix
+
+# `specjax serve`, asked by lm-eval, next to transformers. Give it a VENV of its own.
+lm-eval: $(VENV)/.lm_eval
+	$(VENV)/bin/python -m benchmarks.serve.evaluate $(LM_EVAL_FLAGS)
 
 # What other libraries' samplers emit, next to the target's distribution, and its page. Give it a VENV
 # of its own. vLLM's kernels need a GPU: benchmarks/README.md has their command.
@@ -120,6 +124,10 @@ $(VENV)/.torch: | $(VENV)/bin/pip
 $(VENV)/.heads: $(VENV)/.torch $(VENV)/.test
 	$(PIP) install $(SPECULATORS_NEEDS)
 	$(PIP) install --no-deps speculators==0.9.0 hs-connectors==0.9.0
+	@touch $@
+
+$(VENV)/.lm_eval: $(VENV)/.torch $(VENV)/.test
+	$(PIP) install 'lm_eval[api]==0.4.13' 'transformers>=4.57'
 	@touch $@
 
 # tpu-inference needs all of vLLM for TPUs: a few files of its wheel are read instead.

@@ -20,6 +20,11 @@ from slow_tests import name_of, read_list
 
 import specjax
 
+# Without the extra `serve` their imports fail.
+_OF_SERVE = ("contrib/serve/app.py", "contrib/serve/answers.py", "cli/serve/run_serve.py")
+if not all(map(importlib.util.find_spec, ("starlette", "uvicorn"))):
+    collect_ignore = [f"specjax/{name}" for name in _OF_SERVE]
+
 # A trace makes millions of objects that live on: the collector, which looks through all of them
 # again and again, takes a seventh of the time of what traces most.
 gc.set_threshold(200_000, 20, 100)

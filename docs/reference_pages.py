@@ -47,12 +47,19 @@ PAGES = (
     (
         "Serve requests",
         "Requests that come at any time share one compiled step.",
-        """Engine Request FinishReason""",
+        """Engine Request AsyncEngine RequestStream StreamChunk FinishReason Usage
+        openai_finish_reason""",
+    ),
+    (
+        "Evaluate",
+        "Log-probabilities of given texts.",
+        """score TextScores""",
     ),
     (
         "Sampling parameters",
-        "Cutoffs, penalties, masks, grammars and listed log-probabilities.",
+        "Cutoffs, penalties, masks, grammars, listed log-probabilities and kept tokens.",
         """SamplingParams apply_sampling process_logits logit_cutoff top_logprobs TopLogprobs
+        kept_tokens KeptTokens kept_logprobs
         History TokenCounts count_tokens update_counts bias_array bad_words_array Grammar RowMasks
         Matcher contrib.grammars.json_schema_grammar contrib.grammars.llguidance_matchers
         contrib.grammars.min_tokens_grammar

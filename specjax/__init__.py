@@ -4,10 +4,12 @@ Verification: `rejection_sample`, `tree_rejection_sample`, `gumbel_sample`; what
 `Rule`; how each runs: `Options`.
 Drafts: `Draft`, `RaggedDraft`, `TreeDraft`, `DraftInputs`, `propose`, `draft_from_probs`,
 `gather_drafts`.
-Processing: `SamplingParams`, `process_logits`, `top_logprobs`, `count_tokens`.
+Processing: `SamplingParams`, `process_logits`, `top_logprobs`, `kept_tokens`, `kept_logprobs`,
+`count_tokens`.
 Decoding: `generate`, `init`, `step`, `LoopOptions`, `commit`, `unpad`, `model_drafter`,
 `ngram_drafter`, `whole_prompt_drafter`, `RowMasks`.
-Serving: `Engine`, `Request`; memory: `memory_needs`.
+Evaluation: `score`, `TextScores`.
+Serving: `Engine`, `AsyncEngine`, `Request`; memory: `memory_needs`.
 Compilation: `compile_generate`, `load_compiled`, `enable_compilation_cache`.
 Synthetic acceptance: `geometric_rates`, `conditional_rates`, `rates_for_length`.
 Expected acceptance and speed: `theory`; K = "auto": `StepCosts`, `measure_step_costs`.
@@ -39,15 +41,20 @@ from specjax.decode.memory import MemoryNeeds, memory_needs
 from specjax.decode.metrics import Metrics, init_metrics, update_metrics
 from specjax.decode.options import LoopOptions
 from specjax.decode.propose import DraftInputs, propose
+from specjax.decode.score import TextScores, score
 from specjax.decode.state import DecodeState, Settings, StepInfo
 from specjax.decode.step_times import measure_step_costs
+from specjax.engine.async_engine import AsyncEngine
 from specjax.engine.engine import Engine
-from specjax.engine.request import FinishReason, Request
+from specjax.engine.request import FinishReason, Request, StreamChunk, openai_finish_reason
+from specjax.engine.request_stream import RequestStream
+from specjax.engine.usage import Usage
 from specjax.processing.apply_sampling import apply_sampling
 from specjax.processing.bad_words import bad_words_array
 from specjax.processing.bias import bias_array
 from specjax.processing.grammar import Grammar
 from specjax.processing.history import History
+from specjax.processing.kept_tokens import KeptTokens, kept_logprobs, kept_tokens
 from specjax.processing.logit_cutoff import logit_cutoff
 from specjax.processing.process_logits import process_logits
 from specjax.processing.sampling_params import SamplingParams
@@ -75,6 +82,7 @@ from specjax.types import (
 from specjax.version import __version__ as __version__
 
 __all__ = [
+    "AsyncEngine",
     "CompiledGenerate",
     "DecodeState",
     "Draft",
@@ -86,6 +94,7 @@ __all__ = [
     "Generation",
     "Grammar",
     "History",
+    "KeptTokens",
     "LoopOptions",
     "Matcher",
     "MemoryNeeds",
@@ -95,6 +104,7 @@ __all__ = [
     "Origin",
     "RaggedDraft",
     "Request",
+    "RequestStream",
     "RowMasks",
     "Rule",
     "Sample",
@@ -104,10 +114,13 @@ __all__ = [
     "StepCosts",
     "StepInfo",
     "Stream",
+    "StreamChunk",
+    "TextScores",
     "TokenCounts",
     "TopLogprobs",
     "TreeDraft",
     "TreeVerification",
+    "Usage",
     "Verification",
     "apply_sampling",
     "bad_words_array",
@@ -125,17 +138,21 @@ __all__ = [
     "gumbel_sample",
     "init",
     "init_metrics",
+    "kept_logprobs",
+    "kept_tokens",
     "load_compiled",
     "logit_cutoff",
     "measure_step_costs",
     "memory_needs",
     "model_drafter",
     "ngram_drafter",
+    "openai_finish_reason",
     "process_logits",
     "propose",
     "rates_for_length",
     "rejection_sample",
     "rules",
+    "score",
     "step",
     "theory",
     "top_logprobs",

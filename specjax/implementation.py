@@ -11,7 +11,7 @@ import functools
 import importlib.util
 import warnings
 from collections.abc import Callable, Hashable
-from typing import Any, TypeVar
+from typing import Any, Protocol, Self, TypeVar
 
 import jax
 
@@ -33,7 +33,15 @@ _MIN_CAPABILITY, _PDL_CAPABILITY = 8.0, 9.0
 _LARGE_CAPABILITIES = 9.0, 12.0
 _DEPRECATED = "The Pallas Triton backend is deprecated"
 
-_Config = TypeVar("_Config")
+
+class _Sizes(Protocol):
+    """A frozen dataclass of sizes of kernels."""
+
+    def for_row_invariance(self) -> Self:
+        """Returns the sizes with which a row's bits depend on no other row."""
+
+
+_Config = TypeVar("_Config", bound=_Sizes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,11 +78,14 @@ class Implementation:
         "auto" stands for a choice that is made at lowering.
       configs: sizes of kernels, one frozen dataclass per package. A missing one has its defaults.
       device: facts about the GPUs. None stands for the GPUs that JAX sees.
+      row_invariant: whether a row's bits may depend on no other row. Sizes on which they depend
+        are then fixed, whatever `configs` gives.
     """
 
     name: str | None = None
     configs: tuple[Hashable, ...] = ()
     device: DeviceFacts | None = None
+    row_invariant: bool = False
 
     @property
     def interpret(self) -> bool:
@@ -83,14 +94,22 @@ class Implementation:
 
     def config(self, kind: type[_Config]) -> _Config:
         """Returns the config of class `kind`, or its defaults where none was given."""
-        for config in self.configs:
-            if isinstance(config, kind):
-                return config
-        return kind()
+        config = kind()
+        for given in self.configs:
+            if isinstance(given, kind):
+                config = given
+        return config.for_row_invariance() if self.row_invariant else config
 
     def device_facts(self) -> DeviceFacts:
         """Returns the facts about the GPUs that were given, or about those that JAX sees."""
         return visible_devices() if self.device is None else self.device
+
+
+def with_row_invariance(implementation: str | Implementation | None) -> Implementation:
+    """Returns an implementation in which a row's bits depend on no other row."""
+    if not isinstance(implementation, Implementation):
+        implementation = Implementation(implementation)
+    return dataclasses.replace(implementation, row_invariant=True)
 
 
 def resolve_implementation(implementation: str | Implementation | None) -> Implementation:

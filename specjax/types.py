@@ -299,6 +299,9 @@ class Model:
         those past V padding. Or None.
       reads_pieces: whether `apply` and `apply_with_taps` take `Pieces` for a cache, too. They then
         return the cache in it. A piece's bits may not depend on the other texts' pieces.
+      row_invariant: whether the bits of a token's logits depend on its text alone: on no other
+        request, on no later token, and on no number of tokens that `apply` is given. The loop and
+        the engine then verify by sums of one order, too.
     """
 
     params: Any
@@ -310,6 +313,7 @@ class Model:
     placement: Any = None
     split_logits: Callable[[Any, jax.Array], jax.Array] | None = None
     reads_pieces: bool = False
+    row_invariant: bool = False
 
 
 jax.tree_util.register_dataclass(

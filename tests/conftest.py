@@ -119,6 +119,8 @@ def implementation(request):
         row=tile,
         target=tile,
         residual=tile,
+        # Tests of 8 requests meet the schedule of a small batch, those of more that of a large one.
+        max_small_programs=100,
         buffer_search=tile,
         row_search=tile,
         # Of rows this short, too, some are searched where they were buffered, and some by a team.

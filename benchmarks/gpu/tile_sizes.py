@@ -64,7 +64,7 @@ def config_of(choice: Choice) -> KernelConfig:
     if choice.pair is not None:
         fields["residual"] = Tile(*choice.pair)
     if choice.small is not None:
-        fields["max_small_batch"] = ANY_BATCH if choice.small else 0
+        fields["max_small_programs"] = ANY_BATCH if choice.small else 0
     if choice.draw is not None:
         fields["num_draw_warps"] = choice.draw
     return KernelConfig(**fields)

@@ -25,6 +25,7 @@ from specjax.cli.processes import (
     check_mesh_options,
     check_process_options,
 )
+from specjax.cli.serve.serve_arguments import add_serve, parse_serve_options
 from specjax.cli.speculation_arguments import SPECULATION_OPTIONS, make_config, make_config_of
 from specjax.cli.sweep.plot_path import check_plot_path
 from specjax.config import SpeculativeConfig
@@ -243,6 +244,7 @@ def _make_parser() -> argparse.ArgumentParser:
     _add_generate(commands)
     _add_chat(commands)
     _add_sweep(commands)
+    add_serve(commands, _PAIR_OPTIONS | {"draft": _DRAFT_OR_NONE})
     return parser
 
 
@@ -343,13 +345,15 @@ def parse_options(argv: list[str] | None) -> tuple[argparse.Namespace, Speculati
             f"unrecognized arguments: {' '.join(unknown)}; `specjax {options.command} --help` "
             f"lists the options.{hint}"
         )
-    check_limits(options, _TEXT_OPTIONS)
-    check_mesh_options(options)
     if options.dtype not in (None, *_DTYPES):
         hint = suggest(options.dtype, _DTYPES)
         raise ValueError(
             f"--dtype is {options.dtype}; it needs to be {' or '.join(_DTYPES)}.{hint}"
         )
+    if options.command == "serve":
+        return parse_serve_options(options)
+    check_limits(options, _TEXT_OPTIONS)
+    check_mesh_options(options)
     if options.command == "sweep":
         return options, _parse_sweep_options(options)
     check_limits(options, SAMPLING_OPTIONS | END_OPTIONS)

@@ -72,6 +72,10 @@ def _read_command(argv: list[str] | None, exit_stack: contextlib.ExitStack) -> C
 
         chat = read_chat(options, config, pair, terminal, folder)
         return lambda: run_chat(chat, terminal)
+    if options.command == "serve":
+        from specjax.cli.serve.run_serve import read_service
+
+        return read_service(options, config, pair, terminal)
     if is_file:
         from specjax.cli.batch.run_batch import read_batch, run_batch
 

@@ -1,9 +1,9 @@
-"""Additions to the library: grammars of JSON schemas, and adapters of other libraries.
+"""Additions to the library: grammars, adapters of other libraries, and a server.
 
 `grammars` makes a `specjax.Grammar` on the host, and matchers of llguidance; it needs only jax and
-numpy. `tunix` is for google-tunix. No module of the library imports these folders. They promise
-less stability, because they follow the libraries that they serve. `docs/adapters.md` shows how a
-model of any library becomes a `specjax.Model`.
+numpy. `tunix` is for google-tunix. `serve` serves an engine in OpenAI's protocol. No module of the
+library imports these folders. They promise less stability, because they follow the libraries that
+they serve. `docs/adapters.md` shows how a model of any library becomes a `specjax.Model`.
 """
 
 import importlib
@@ -11,7 +11,7 @@ import typing
 
 __all__: list[str] = []
 
-_ROOMS = ("grammars", "tunix")
+_ROOMS = ("grammars", "serve", "tunix")
 
 
 def __dir__() -> list[str]:

@@ -5,6 +5,7 @@
 | module | what it holds |
 |---|---|
 | `generate`, `init_and_step` | public calls: whole texts, and one step at a time for streaming |
+| `score` | log-probabilities of given texts |
 | `compile/` | `generate`, compiled before the first prompt; programs in a file |
 | `prefill` | the prompts, read in chunks by one program whatever their length |
 | `step` | one step, as five calls |
@@ -17,7 +18,8 @@
 | `request_batch`, `options` | checked arguments: arrays, and what is compiled in |
 | `state` | `DecodeState`, `Settings`, `StepInfo` |
 | `matchers` | `RowMasks`: masks of each row, by matchers on the host |
-| `metrics`, `logprobs` | counts of steps; listed log-probabilities |
+| `metrics` | counts of steps |
+| `token_info`, `logprobs` | what is listed of each emitted token; listed log-probabilities |
 | `capacity`, `kinds` | sizes and padding of buffers; the key of a model's compiled programs |
 | `memory` | bytes of a slot, a step and a chunk, and what does not fit is refused |
 
@@ -26,6 +28,7 @@ Open `step` first. Public calls check their arguments, and the other modules tru
     generate    check_arguments -> run_requests: prefill, then run_loop: steps until all have ended
     init        check_arguments -> run_requests: prefill, then run_first_step
     step        check_step_options -> run_step
+    score       parse_texts -> batches of chunks, each a forward pass
 
 `request_batch` has the checks, `prefill` has `run_requests`, `generate` has `run_loop`, and `step`
 has the other two.

@@ -30,6 +30,7 @@ __all__ = [
     "pad_eos",
     "pad_prompt",
     "parse_budget",
+    "round_up_to_mesh",
     "unpad",
 ]
 
@@ -128,7 +129,7 @@ def pad_batch_to_mesh(requests: RequestBatch, placement: Placement | None) -> Re
       placement: of the target.
     """
     size = requests.lengths.shape[0]
-    num_filled = size if placement is None else placement.round_up(size)
+    num_filled = round_up_to_mesh(size, placement)
     if num_filled == size:
         return requests
     settings, index = requests.settings, np.minimum(np.arange(num_filled), size - 1)
@@ -149,6 +150,11 @@ def pad_batch_to_mesh(requests: RequestBatch, placement: Placement | None) -> Re
         each["sampling"] = sampling._replace(**fields)
     settings = settings._replace(keys=keys[index], **each)
     return RequestBatch(requests.token_ids[index], requests.lengths[index], settings)
+
+
+def round_up_to_mesh(size: int, placement: Placement | None) -> int:
+    """Returns the least number of requests, from `size` on, that a mesh's data axis divides."""
+    return size if placement is None else placement.round_up(size)
 
 
 def pad_eos(ids: Any, min_size: int = _EOS_IDS) -> Any:

@@ -5,9 +5,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.export
 import jax.numpy as jnp
+import numpy as np
 
 from specjax.config import SpeculativeConfig
 from specjax.decode.drafters import Drafter, Models
+from specjax.decode.kinds import kinds_of
 from specjax.decode.logprobs import TopLogprobs
 from specjax.decode.memory import check_memory
 from specjax.decode.metrics import Metrics
@@ -16,11 +18,20 @@ from specjax.decode.prefill import is_traced, run_requests
 from specjax.decode.request_batch import RequestArguments, check_arguments
 from specjax.decode.state import DecodeState
 from specjax.decode.step import run_step
+from specjax.decode.target_step import vocabulary_size
 from specjax.devices.placement import pvary_like
+from specjax.processing.kept_tokens import KeptTokens
 from specjax.processing.sampling_params import SamplingParams
 from specjax.types import Model
 
-__all__ = ["Generation", "generate", "loop_in_place", "run_loop", "take_first_requests"]
+__all__ = [
+    "Generation",
+    "check_kept_sets",
+    "generate",
+    "loop_in_place",
+    "run_loop",
+    "take_first_requests",
+]
 
 
 class Generation(NamedTuple):
@@ -35,6 +46,8 @@ class Generation(NamedTuple):
       metrics: `Metrics` of all steps.
       top_logprobs: `TopLogprobs` [B, S, ...] of the generated tokens, -1 and 0 elsewhere; None if
         none are listed.
+      kept_tokens: `KeptTokens` [B, S, ...] of the generated tokens, 0 and -1 elsewhere; None if
+        none are listed.
     """
 
     token_ids: jax.Array
@@ -44,6 +57,7 @@ class Generation(NamedTuple):
     finish: jax.Array
     metrics: Metrics
     top_logprobs: TopLogprobs | None = None
+    kept_tokens: KeptTokens | None = None
 
 
 def generate(
@@ -93,7 +107,8 @@ def generate(
     Raises:
       ValueError: for empty prompts, ids outside [0, V), wrong shapes or keys, max_new_tokens < 1.
         For texts that `options.max_length` or the target's positions do not hold. For more
-        log-probabilities than tokens, or an unknown implementation. Under an outer `jit`, if
+        log-probabilities than tokens, or an unknown implementation. For a kept set of more tokens
+        than `options.max_kept_tokens`, after the texts are made. Under an outer `jit`, if
         `max_new_tokens` is traced and `options.max_length` is None. For a model's function that
         returns other shapes or dtypes than `Model` names.
       MemoryError: if the device has no room, before anything is compiled where the device tells
@@ -116,10 +131,15 @@ def generate(
     )
     requests, static = check_arguments(target, drafter, arguments, config, options)
     models = Models(target, drafter)
-    check_memory(models, requests, static)
+    kinds = kinds_of(models, requests)
+    check_memory(kinds, static)
     # A donated state is overwritten in place. Within another program nothing can be donated.
     run = _traced_loop if is_traced() else loop_in_place
-    generation, _ = run_requests(run, models, requests, static)
+    generation, _ = run_requests(run, models, requests, kinds, static)
+    if generation.kept_tokens is not None:
+        size, max_length = requests.token_ids.shape
+        num_rows = static.step.num_rows(drafter)
+        check_kept_sets(generation, vocabulary_size(target, size, num_rows, max_length))
     return take_first_requests(generation, requests.lengths.shape[0])
 
 
@@ -128,6 +148,26 @@ def take_first_requests(generation: Generation, size: int) -> Generation:
     if generation.lengths.shape[0] == size:
         return generation
     return jax.tree.map(lambda x: x[:size], generation)
+
+
+def check_kept_sets(generation: Generation, vocab_size: int) -> None:
+    """Refuses texts of which a kept set has more tokens than are listed.
+
+    They are not checked where they are traced, or lie on devices of several processes.
+    """
+    kept = generation.kept_tokens
+    if kept is None or isinstance(kept.num_kept, jax.core.Tracer):
+        return
+    if not kept.num_kept.is_fully_addressable:
+        return
+    num_kept, max_kept = np.asarray(kept.num_kept), kept.token_ids.shape[-1]
+    largest = int(np.max(num_kept, where=num_kept < vocab_size, initial=0))
+    if largest > max_kept:
+        raise ValueError(
+            f"max_kept_tokens is {max_kept}, and a token was drawn from {largest} kept ones; it "
+            f"needs at least {largest}. Or cut more, by top_k for one, or use an Engine, which "
+            "gives masks of such sets."
+        )
 
 
 def run_loop(

@@ -8,6 +8,7 @@ import jax
 
 from specjax.config import SpeculativeConfig
 from specjax.decode.drafters import Drafter, Models
+from specjax.decode.kinds import kinds_of
 from specjax.decode.memory import check_memory
 from specjax.decode.options import LoopOptions
 from specjax.decode.prefill import run_requests
@@ -81,8 +82,9 @@ def init(
         requests = requests._replace(settings=settings._replace(sampling=masked))
     static = dataclasses.replace(static, reads_last=True)
     models = Models(target, drafter)
-    check_memory(models, requests, static)
-    state: DecodeState = run_requests(run_first_step, models, requests, static)
+    kinds = kinds_of(models, requests)
+    check_memory(kinds, static)
+    state: DecodeState = run_requests(run_first_step, models, requests, kinds, static)
     return state
 
 
@@ -130,7 +132,7 @@ def step(
       ([[0, 1, 0, -1]], [1])
     """
     config = SpeculativeConfig() if config is None else config
-    options = check_step_options(config, implementation)
+    options = check_step_options(target, config, implementation)
     k = 0 if drafter is None else config.num_speculative_tokens
     is_auto = drafter is not None and config.adaptive_k
     if (k, is_auto) != (state.metrics.num_drafted.shape[-1], state.k_policy.is_adaptive):
@@ -146,6 +148,8 @@ def step(
             f"begun {'with' if has_rates else 'without'} acceptance rates, which it keeps; step "
             "needs the config of init."
         )
+    if state.settings.token_info is not None:
+        state.settings.token_info.check_rule(config)
     size = state.lengths.shape[0]
     sampling = with_row_masks(state.settings.sampling, allowed, size, k + 1)
     state = state._replace(settings=state.settings._replace(sampling=sampling))

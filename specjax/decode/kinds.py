@@ -16,7 +16,7 @@ import jax
 from specjax.decode.drafters import Drafter
 from specjax.types import Model
 
-__all__ = ["Kind", "kind_of", "kind_of_model"]
+__all__ = ["Kind", "Kinds", "kind_of", "kind_of_model", "kinds_of"]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -26,12 +26,13 @@ class Kind:
     Attributes:
       structure: the pytree's.
       types: shape, dtype and weak type of each leaf.
-      is_placed: whether an array was put on chosen devices, or is traced by an outer program.
+      devices: on which arrays were put; none where all may move; None where one is traced by an
+        outer program.
     """
 
     structure: Any
     types: tuple[tuple[Any, Any, bool], ...]
-    is_placed: bool
+    devices: frozenset[jax.Device] | None
 
     def shapes(self) -> Any:
         """Returns the pytree with a `jax.ShapeDtypeStruct` for each leaf."""
@@ -52,8 +53,11 @@ def kind_of(tree: Any) -> Kind:
         for x in leaves
     )
     arrays = [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
-    is_placed = any(isinstance(array, jax.core.Tracer) or array.committed for array in arrays)
-    return _kind(structure, types, is_placed)
+    if any(isinstance(array, jax.core.Tracer) for array in arrays):
+        return _kind(structure, types, None)
+    # The devices of a sharding are one set: most arrays share it, so that few are hashed.
+    sets = {id(x): x for x in (array.devices() for array in arrays if array.committed)}
+    return _kind(structure, types, frozenset().union(*sets.values()))
 
 
 def kind_of_model(model: Model | Drafter | None) -> Kind:
@@ -69,6 +73,20 @@ def kind_of_model(model: Model | Drafter | None) -> Kind:
     reference = weakref.ref(model, lambda _: _KINDS.pop(key, None))
     known = _KINDS[key] = _Known(reference, [_refer(leaf) for leaf in leaves], kind_of(model))
     return known.kind
+
+
+class Kinds(NamedTuple):
+    """The kinds of a call's target, drafter or None, and requests."""
+
+    target: Kind
+    drafter: Kind
+    requests: Kind
+
+
+def kinds_of(models: Any, requests: Any) -> Kinds:
+    """Returns the kinds of a pair of a target and a drafter, and of a batch of requests."""
+    target, drafter = models
+    return Kinds(kind_of_model(target), kind_of_model(drafter), kind_of(requests))
 
 
 class _Known(NamedTuple):

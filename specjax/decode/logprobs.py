@@ -6,7 +6,6 @@ list_top_logprobs    what it does, and what each step does if log-probabilities 
 
 import dataclasses
 import functools
-import json
 from typing import Any, NamedTuple
 
 import jax
@@ -52,7 +51,7 @@ class TopLogprobs(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class LogprobsConfig:
-    """Log-probabilities that a decode loop lists; static, so a pytree without leaves.
+    """Log-probabilities that a decode loop lists.
 
     Attributes:
       num: likeliest tokens listed per generated token, >= 0.
@@ -204,11 +203,4 @@ def _top_logprobs(
     )
 
 
-jax.tree_util.register_dataclass(LogprobsConfig, data_fields=[], meta_fields=["num", "mode"])
-jax.export.register_pytree_node_serialization(
-    LogprobsConfig,
-    serialized_name="specjax.LogprobsRequest",
-    serialize_auxdata=lambda fields: json.dumps(fields).encode(),
-    deserialize_auxdata=lambda data: tuple(json.loads(data)),
-)
 jax.export.register_namedtuple_serialization(TopLogprobs, serialized_name="specjax.TopLogprobs")

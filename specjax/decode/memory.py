@@ -17,7 +17,7 @@ from specjax.checks import check_count
 from specjax.config import SpeculativeConfig
 from specjax.decode.capacity import format_bytes
 from specjax.decode.drafters import Drafter, Models
-from specjax.decode.kinds import Kind, kind_of, kind_of_model
+from specjax.decode.kinds import Kinds, kind_of_model
 from specjax.decode.options import LoopOptions, StaticOptions, check_capacity
 from specjax.decode.prefill import begin_prefill, is_traced
 from specjax.decode.request_batch import RequestArguments, check_arguments
@@ -45,7 +45,8 @@ class MemoryNeeds(NamedTuple):
         buffers, and the logits of its pending draft.
       step_bytes: of one step of all requests: the target's rows of logits [B, K + 1, V] and the
         hidden states that they are made of.
-      chunk_bytes: of a chunk of prompts: the hidden states that the models return.
+      chunk_bytes: of a chunk of prompts: the hidden states that the models return, and with
+        `LoopOptions.prompt_logprobs` the target's logits.
     """
 
     slot_bytes: int
@@ -72,7 +73,8 @@ def memory_needs(
       target: a `Model`; of its parameters, only shapes and dtypes are read.
       drafter: a `Drafter`, or None.
       batch_size: B, requests of `generate` or slots of an `Engine`, a Python int >= 1.
-      options: `LoopOptions`. Its `max_length` is needed.
+      options: `LoopOptions`. Its `max_length` is needed. What it lists of each token counts as
+        buffers of whole texts, which slots of an engine do not have.
       sampling: `SamplingParams` with any values in the fields that requests have, or None.
       config: a `SpeculativeConfig`. None is the default one.
 
@@ -102,13 +104,16 @@ def memory_needs(
     return _needs_of_batch(Models(target, drafter), requests, static)
 
 
-def needs_of_state(models: Models, state: DecodeState, chunk_tokens: int) -> MemoryNeeds:
+def needs_of_state(
+    models: Models, state: DecodeState, chunk_tokens: int, lists_chunks: bool = False
+) -> MemoryNeeds:
     """Returns the needs of requests whose state, or its shapes, is known.
 
     Args:
       models: the target, and a drafter or None.
       state: of B requests. Leaves that they share count as B parts.
       chunk_tokens: tokens that a chunk has of all prompts together.
+      lists_chunks: whether the logits of a chunk are made, too.
     """
     target, size = models.target, state.lengths.size
     ids = jax.ShapeDtypeStruct((size, count_rows(state)), np.int32)
@@ -118,9 +123,9 @@ def needs_of_state(models: Models, state: DecodeState, chunk_tokens: int) -> Mem
     logits = jax.eval_shape(target.logits, target.params, hidden)
     # Where the hidden states are the logits, they are no second array, and prompts make none.
     states = _num_bytes(features if hidden.shape == logits.shape else (hidden, features))
-    return MemoryNeeds(
-        _num_bytes(state) // size, states + _num_bytes(logits), states // ids.size * chunk_tokens
-    )
+    step_bytes = states + _num_bytes(logits)
+    chunk_bytes = (step_bytes if lists_chunks else states) // ids.size * chunk_tokens
+    return MemoryNeeds(_num_bytes(state) // size, step_bytes, chunk_bytes)
 
 
 def _num_bytes(tree: Any) -> int:
@@ -134,46 +139,41 @@ def _needs_of_batch(models: Models, requests: RequestBatch, options: StaticOptio
             functools.partial(begin_prefill, options=options.step), models, requests
         )
         size, width = requests.token_ids.shape
-        return needs_of_state(models, state, size * min(options.chunk_size, width))
+        chunk_tokens = size * min(options.chunk_size, width)
+        return needs_of_state(models, state, chunk_tokens, options.prompt_logprobs)
 
     placed: MemoryNeeds = with_auto_axes(needs, models.target.placement, models, requests, like=())
     return placed
 
 
-def check_memory(models: Models, requests: RequestBatch, options: StaticOptions) -> None:
+def check_memory(kinds: Kinds, options: StaticOptions) -> None:
     """Refuses a batch that the target's devices have no room for, before programs are compiled.
 
     A batch that fitted is not looked at again: its programs are there. Neither is one inside an
     outer program, nor one on devices that do not tell how much is free, such as CPUs.
 
     Args:
-      models: the target, and a drafter or None.
-      requests: from `check_arguments`.
+      kinds: of the call's models and requests.
       options: from `check_arguments`.
 
     Raises:
       MemoryError: with the bytes of each part, and what to lower.
     """
-    devices = devices_of(models.target)
-    if is_traced() or free_bytes(devices) is None:
-        return
-    target, drafter = map(kind_of_model, models)
-    _check_once(target, drafter, kind_of(requests), options, frozenset(devices))
+    if not is_traced():
+        _check_once(kinds, options, kinds.target.devices or _default_devices())
 
 
 @functools.lru_cache(maxsize=64)
-def _check_once(
-    target: Kind,
-    drafter: Kind,
-    batch: Kind,
-    options: StaticOptions,
-    devices: frozenset[jax.Device],
-) -> None:
+def _check_once(kinds: Kinds, options: StaticOptions, devices: frozenset[jax.Device]) -> None:
     """Refuses a batch; what it raises is not kept, so that the next call looks again."""
-    models, requests = Models(target.shapes(), drafter.shapes()), batch.shapes()
-    needs, (size, max_length) = _needs_of_batch(models, requests, options), requests.token_ids.shape
-    needed, free = needs.of_slots(size), free_bytes(devices)
-    if free is None or needed <= free:
+    free = free_bytes(devices)
+    if free is None:
+        return
+    target, drafter, requests = (kind.shapes() for kind in kinds)
+    models, (size, max_length) = Models(target, drafter), requests.token_ids.shape
+    needs = _needs_of_batch(models, requests, options)
+    needed = needs.of_slots(size)
+    if needed <= free:
         return
     parts = {
         "max_length": size * needs.slot_bytes,
@@ -193,15 +193,17 @@ def _check_once(
     )
 
 
-def devices_of(target: Model) -> set[jax.Device]:
+def devices_of(target: Model) -> frozenset[jax.Device]:
     """Returns the devices on which a target's arrays were put; else JAX's default device."""
-    leaves = jax.tree.leaves(target.params)
-    arrays = (x for x in leaves if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer))
-    # Uncommitted arrays follow committed ones, and go to the default device without any.
+    return kind_of_model(target).devices or _default_devices()
+
+
+def _default_devices() -> frozenset[jax.Device]:
+    """Returns the device of arrays that were put on none, by themselves."""
     default = jax.config.values["jax_default_device"]
     if default is None or isinstance(default, str):
         default = jax.local_devices(backend=default)[0]
-    return next((leaf.devices() for leaf in arrays if leaf.committed), {default})
+    return frozenset({default})
 
 
 def free_bytes(devices: Iterable[jax.Device]) -> int | None:

@@ -58,8 +58,15 @@ class LoopOptions:
         log-probability, a Python int in [0, V]. None lists none.
       logprobs_mode: "raw" lists the model's distribution at temperature 1, "processed" the
         distribution that was sampled from. `Generation.logprobs` are always of the second.
+      max_kept_tokens: M, most ids listed of the tokens that could be sampled in the place of each
+        generated token, a Python int in [1, V]. The sets are what a trainer needs for an importance
+        ratio; see `KeptTokens`. `generate` refuses a set of more tokens, and an engine gives its
+        mask. None lists none. Rules that are not exact refuse it.
       implementation: of verification, cutoffs and drafts, as in `rejection_sample`. A name is
         passed to `drafter.propose` too. A model chooses the kernels of its own layers.
+      prompt_logprobs: whether `num_logprobs` tokens are listed for prompts' tokens, too, from the
+        second on: always of the model's distribution at temperature 1. `generate` and `init` list
+        all prompts. An `Engine` lists those whose `submit` asks for it.
 
     Example:
       >>> from specjax.markov_chain import markov_chain
@@ -75,7 +82,9 @@ class LoopOptions:
     prefill_chunk_size: int | None = None
     num_logprobs: int | None = None
     logprobs_mode: str = "raw"
+    max_kept_tokens: int | None = None
     implementation: str | Implementation | None = None
+    prompt_logprobs: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,11 +116,13 @@ class StaticOptions:
       chunk_size: most tokens of a request's prompt that the models read at once.
       reads_last: whether the target's prefill reads the last token of each prompt, too: True for
         `init`, False for `generate`, whose first step reads it.
+      prompt_logprobs: whether the prompts' tokens are listed.
     """
 
     step: StepOptions
     chunk_size: int
     reads_last: bool = False
+    prompt_logprobs: bool = False
 
 
 def check_capacity(options: Any, why: str) -> int:

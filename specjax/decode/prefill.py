@@ -24,8 +24,7 @@ from specjax.decode.capacity import explain_out_of_memory, pad_batch_to_mesh
 from specjax.decode.compile.compiler_options import prefill_options
 from specjax.decode.draft_step import propose_draft
 from specjax.decode.drafters import Models
-from specjax.decode.kinds import kind_of, kind_of_model
-from specjax.decode.logprobs import empty_logprobs
+from specjax.decode.kinds import Kinds
 from specjax.decode.metrics import init_metrics
 from specjax.decode.options import StaticOptions, StepOptions
 from specjax.decode.request_batch import check_prompt_ids
@@ -36,6 +35,7 @@ from specjax.decode.target_step import (
     gather_row,
     score_hidden,
 )
+from specjax.decode.token_info import empty_token_info
 from specjax.devices.placement import pvary_like, with_auto_axes
 from specjax.processing.apply_sampling import count_prompt
 from specjax.processing.grammar import start_states
@@ -54,7 +54,9 @@ __all__ = [
 _NOT_TRACED = get_opaque_trace_state(convention="flax")
 
 
-def run_requests(run: Any, models: Models, requests: RequestBatch, options: StaticOptions) -> Any:
+def run_requests(
+    run: Any, models: Models, requests: RequestBatch, kinds: Kinds, options: StaticOptions
+) -> Any:
     """Returns the result of `run` after the prompts are checked and read.
 
     Args:
@@ -62,17 +64,18 @@ def run_requests(run: Any, models: Models, requests: RequestBatch, options: Stat
         returns, and the options of a step.
       models: the target, and a drafter or None.
       requests: from `request_batch.check_arguments`.
+      kinds: of both.
       options: from `request_batch.check_arguments`.
     """
     check_prompt_ids(models.target, requests, options.step.num_rows(models.drafter))
     with explain_out_of_memory(models, *requests.token_ids.shape):
         filled = pad_batch_to_mesh(requests, models.target.placement)
-        function = functools.partial(_prefill_and_run, run, options=options)
+        function = functools.partial(_prefill_and_run, run, kinds, options=options)
         return with_auto_axes(function, models.target.placement, models, filled, like=requests)
 
 
 def _prefill_and_run(
-    run: Any, models: Models, requests: RequestBatch, *, options: StaticOptions
+    run: Any, kinds: Kinds, models: Models, requests: RequestBatch, *, options: StaticOptions
 ) -> Any:
     """Reads the prompts and runs `run` on the state: two programs, compiled at the same time.
 
@@ -82,13 +85,14 @@ def _prefill_and_run(
 
     Args:
       run: as in `run_requests`.
+      kinds: as in `run_requests`.
       models: as in `init_and_step.init`.
       requests: as in `run_prefill`.
       options: as in `run_prefill`.
     """
     # The calls below get what was compiled here from JAX. A program that failed is compiled again
     # by its call, which raises the error.
-    compilations = _begin_compilation(run, models, requests, options)
+    compilations = _begin_compilation(run, kinds, models, requests, options)
     # A call before its compilation ends would compile the program once more. So each call waits for
     # its own, and the prompts are read while the second program is still compiled.
     futures.wait(compilations[:1])
@@ -98,13 +102,12 @@ def _prefill_and_run(
 
 
 def _begin_compilation(
-    run: Any, models: Models, requests: RequestBatch, options: StaticOptions
+    run: Any, kinds: Kinds, models: Models, requests: RequestBatch, options: StaticOptions
 ) -> tuple[futures.Future[Any], ...]:
     """Begins to compile `run_prefill` and `run`, if no call had these shapes and options before."""
-    kinds = (*map(kind_of_model, models), kind_of(requests))
     # If inputs are sharded, the state's sharding is known only after prefill.
-    is_placed = any(kind.is_placed for kind in kinds)
-    if is_placed or jax.config.values["jax_disable_jit"]:
+    can_move = all(kind.devices is not None and not kind.devices for kind in kinds)
+    if not can_move or jax.config.values["jax_disable_jit"]:
         return ()
     # The dtype of a Python float, which `jax_enable_x64` changes, is part of what is compiled.
     if next(_count_calls(run, *kinds, options, jax.dtypes.canonicalize_dtype(float))):
@@ -247,8 +250,8 @@ def begin_prefill(models: Models, requests: RequestBatch, *, options: StepOption
         drafter_state=drafter_state,
         metrics=init_metrics(size, k),
         settings=settings,
-        top_logprobs=empty_logprobs(settings.logprobs, token_ids.shape),
         draft_history=init_history(settings.k_by_rate, lengths),
+        **empty_token_info(settings.token_info, token_ids.shape)._asdict(),
     )
     # Traced for the shapes of its outputs alone.
     placeholder = jnp.zeros((size, k + 1), jnp.int32)

@@ -15,6 +15,7 @@ import numpy as np
 from specjax.checks import (
     as_array,
     check_count,
+    check_flag,
     check_keys,
     check_noise_dtype,
     check_type,
@@ -31,11 +32,11 @@ from specjax.decode.capacity import (
     parse_budget,
 )
 from specjax.decode.drafters import Drafter
-from specjax.decode.logprobs import check_logprobs_config
 from specjax.decode.options import LoopOptions, StaticOptions, StepOptions, default_chunk_size
 from specjax.decode.state import RequestBatch, Settings
 from specjax.decode.target_step import vocabulary_size
-from specjax.implementation import Implementation, resolve_implementation
+from specjax.decode.token_info import check_token_info
+from specjax.implementation import Implementation, resolve_implementation, with_row_invariance
 from specjax.processing.sampling_params import SamplingParams, read_sampling
 from specjax.types import Model
 
@@ -45,6 +46,7 @@ __all__ = [
     "check_prompt_ids",
     "check_step_options",
     "parse_prompts",
+    "parse_texts",
 ]
 
 
@@ -77,11 +79,11 @@ def check_arguments(
     """
     config = SpeculativeConfig() if config is None else config
     _check_types(target, drafter, config, options)
-    logprobs = check_logprobs_config(options.num_logprobs, options.logprobs_mode)
+    token_info = check_token_info(options, config)
     sampling = arguments.sampling
     if isinstance(sampling, SamplingParams) and all(field is None for field in sampling):
         sampling = None
-    step_options = check_step_options(config, options.implementation)
+    step_options = check_step_options(target, config, options.implementation)
     prompt, lengths = (as_host_array(x) for x in parse_prompts(arguments.prompts))
     size, width = prompt.shape
     max_new_tokens = parse_budget(arguments.max_new_tokens, size)
@@ -99,7 +101,7 @@ def check_arguments(
         eos_token_ids=pad_eos(as_host_array(parse_ids("eos_token_ids", arguments.eos_token_ids))),
         conditional_rates=None if drafter is None else config.conditional_rates(),
         sampling=None if sampling is None else read_sampling(sampling, size),
-        logprobs=logprobs,
+        token_info=token_info,
         k_by_rate=None if drafter is None else k_by_rate(config.for_batch_size(size)),
     )
     chunk_size = options.prefill_chunk_size
@@ -107,7 +109,8 @@ def check_arguments(
     why = "the tokens of a prompt that are read at once"
     chunk_size = check_count("prefill_chunk_size", chunk_size, 1, why)
     requests = RequestBatch(pad_prompt(prompt, max_length), lengths, settings)
-    return requests, StaticOptions(step_options, chunk_size)
+    lists_prompts = _check_prompt_logprobs(options)
+    return requests, StaticOptions(step_options, chunk_size, prompt_logprobs=lists_prompts)
 
 
 def parse_prompts(prompts: Any) -> tuple[Any, Any]:
@@ -132,17 +135,9 @@ def parse_prompts(prompts: Any) -> tuple[Any, Any]:
       >>> [x.tolist() for x in parse_prompts((np.array([[1, 2, 3], [4, 9, 9]]), [3, 1]))]
       [[[1, 2, 3], [4, 9, 9]], [3, 1]]
     """
-    if isinstance(prompts, tuple) and len(prompts) == 2 and _num_axes(prompts[0]) >= 2:
-        return _parse_pair(*prompts)
-    if isinstance(prompts, str) or not isinstance(prompts, Sequence):
-        shape = f" of shape {prompts.shape}" if hasattr(prompts, "shape") else ""
-        raise ValueError(
-            f"prompts is {type(prompts).__name__}{shape}; it needs lists of ids, such as "
-            "[[1, 2, 3], [4]], or a tuple of arrays (ids, lengths)."
-        )
-    if not prompts:
-        raise ValueError("prompts is empty; it needs one prompt or more.")
-    rows = [_parse_prompt(f"prompts[{i}]", prompt) for i, prompt in enumerate(prompts)]
+    if _is_pair(prompts):
+        return _parse_pair("prompts", *prompts)
+    rows = _parse_lists("prompts", prompts)
     lengths = np.array([row.size for row in rows], np.int32)
     ids = np.zeros((len(rows), lengths.max()), np.int32)
     for padded, row in zip(ids, rows, strict=True):
@@ -150,11 +145,51 @@ def parse_prompts(prompts: Any) -> tuple[Any, Any]:
     return ids, lengths
 
 
+def parse_texts(name: str, texts: Any) -> list[np.ndarray]:
+    """Returns the ids of each text, i32[L] of its own length; `texts` are as `parse_prompts` takes.
+
+    Args:
+      name: of the argument, in messages.
+      texts: unchecked.
+
+    Raises:
+      ValueError: for texts that `parse_prompts` refuses, and for traced ones.
+
+    Example:
+      >>> [row.tolist() for row in parse_texts("texts", (np.array([[1, 2], [4, 9]]), [2, 1]))]
+      [[1, 2], [4]]
+    """
+    if not _is_pair(texts):
+        return _parse_lists(name, texts)
+    ids, lengths = _parse_pair(name, *texts)
+    if isinstance(ids, jax.core.Tracer) or isinstance(lengths, jax.core.Tracer):
+        raise ValueError(f"{name} is traced; the host reads it, so it needs arrays with values.")
+    return [row[:length] for row, length in zip(np.asarray(ids), np.asarray(lengths), strict=True)]
+
+
+def _is_pair(prompts: Any) -> bool:
+    """Returns whether prompts are a tuple (ids, lengths)."""
+    return isinstance(prompts, tuple) and len(prompts) == 2 and _num_axes(prompts[0]) >= 2
+
+
 def _num_axes(value: Any) -> int:
     """Returns the number of axes of an array, or of nested lists, by their first members."""
     if isinstance(value, list | tuple):
         return 1 + (_num_axes(value[0]) if value else 0)
     return getattr(value, "ndim", 0)
+
+
+def _parse_lists(name: str, prompts: Any) -> list[np.ndarray]:
+    """Returns the ids of each prompt of a sequence of lists, i32[P]."""
+    if isinstance(prompts, str) or not isinstance(prompts, Sequence):
+        shape = f" of shape {prompts.shape}" if hasattr(prompts, "shape") else ""
+        raise ValueError(
+            f"{name} is {type(prompts).__name__}{shape}; it needs lists of ids, such as "
+            "[[1, 2, 3], [4]], or a tuple of arrays (ids, lengths)."
+        )
+    if not prompts:
+        raise ValueError(f"{name} is empty; it needs one {name.removesuffix('s')} or more.")
+    return [_parse_prompt(f"{name}[{i}]", prompt) for i, prompt in enumerate(prompts)]
 
 
 def _parse_prompt(name: str, prompt: Any) -> np.ndarray:
@@ -173,23 +208,23 @@ def _parse_prompt(name: str, prompt: Any) -> np.ndarray:
     return ids
 
 
-def _parse_pair(token_ids: Any, lengths: Any) -> tuple[Any, Any]:
+def _parse_pair(name: str, token_ids: Any, lengths: Any) -> tuple[Any, Any]:
     """Returns prompts i32[B, L] and their lengths i32[B]; NumPy arrays remain NumPy arrays."""
-    token_ids = as_array("prompts[0]", token_ids)
-    lengths = as_array("prompts[1]", lengths)
+    token_ids = as_array(f"{name}[0]", token_ids)
+    lengths = as_array(f"{name}[1]", lengths)
     if token_ids.ndim != 2 or 0 in token_ids.shape:
         raise ValueError(
-            f"prompts[0] has shape {token_ids.shape}; of a tuple (ids, lengths), the ids need "
+            f"{name}[0] has shape {token_ids.shape}; of a tuple (ids, lengths), the ids need "
             "[B, L] with B, L >= 1."
         )
-    ids = parse_array("prompts[0]", token_ids, jnp.int32, token_ids.shape)
-    lengths = parse_array("prompts[1]", lengths, jnp.int32, token_ids.shape[:1])
+    ids = parse_array(f"{name}[0]", token_ids, jnp.int32, token_ids.shape)
+    lengths = parse_array(f"{name}[1]", lengths, jnp.int32, token_ids.shape[:1])
     if not isinstance(lengths, jax.core.Tracer):
         known = np.asarray(lengths)
         low, high = int(known.min(initial=1)), int(known.max(initial=1))
         if low < 1 or high > token_ids.shape[1]:
             raise ValueError(
-                f"prompts[1], the lengths, runs from {low} to {high}; each needs to be between 1 "
+                f"{name}[1], the lengths, runs from {low} to {high}; each needs to be between 1 "
                 f"and {token_ids.shape[1]}, the width of the ids: an empty prompt gives the model "
                 "nothing to continue."
             )
@@ -223,14 +258,26 @@ def check_prompt_ids(
 
 
 def check_step_options(
-    config: SpeculativeConfig, implementation: str | Implementation | None
+    target: Model, config: SpeculativeConfig, implementation: str | Implementation | None
 ) -> StepOptions:
     """Returns the options of a step, or refuses them."""
     check_noise_dtype(config.noise_dtype)
+    if target.row_invariant:
+        implementation = with_row_invariance(implementation)
     # Called even without a name, because it looks for Pallas. Once Pallas was found, the newest JAX
     # traces anew: so it is found before the first trace.
     resolved = resolve_implementation(implementation)
     return StepOptions(config.compile_key(), None if implementation is None else resolved)
+
+
+def _check_prompt_logprobs(options: LoopOptions) -> bool:
+    """Returns whether prompts are listed, or refuses that without a number of listed tokens."""
+    if check_flag("prompt_logprobs", options.prompt_logprobs) and options.num_logprobs is None:
+        raise ValueError(
+            "prompt_logprobs is True, and num_logprobs is None; it needs a number of listed "
+            "tokens, 0 or more."
+        )
+    return options.prompt_logprobs
 
 
 def _check_types(target: Any, drafter: Any, config: Any, options: Any) -> None:

@@ -11,9 +11,11 @@ import jax
 import jax.export
 
 from specjax.decode.adaptive_k import AdaptiveK, DraftHistory, FixedK, k_policy
-from specjax.decode.logprobs import LogprobsConfig, TopLogprobs
+from specjax.decode.logprobs import TopLogprobs
 from specjax.decode.metrics import Metrics
+from specjax.decode.token_info import TokenInfo, TokenInfoConfig
 from specjax.processing.history import History
+from specjax.processing.kept_tokens import KeptTokens
 from specjax.processing.sampling_params import SamplingParams
 from specjax.processing.token_counts import TokenCounts
 from specjax.types import Draft, Verification
@@ -33,7 +35,7 @@ class Settings(NamedTuple):
         each.
       conditional_rates: f32[K] of synthetic acceptance, or None.
       sampling: `SamplingParams` of the requests, or None.
-      logprobs: which log-probabilities are listed, or None.
+      token_info: what is listed of each emitted token, or None.
       k_by_rate: a table of `adaptive_k`; None if K is fixed. i32[65]: the tokens that a request
         drafts at each acceptance rate 0, 1/64, ..., 1. Or f32[65, K + 1], where all requests draft
         one number: the expected tokens per cost of each number at each rate.
@@ -46,7 +48,7 @@ class Settings(NamedTuple):
     eos_token_ids: jax.Array
     conditional_rates: jax.Array | None
     sampling: SamplingParams | None = None
-    logprobs: LogprobsConfig | None = None
+    token_info: TokenInfoConfig | None = None
     k_by_rate: jax.Array | None = None
 
 
@@ -83,6 +85,8 @@ class DecodeState(NamedTuple):
         none are listed.
       draft_history: `DraftHistory` of the requests; None if K is fixed.
       grammar_state: i32[B], the state of the grammar after the committed tokens; None without one.
+      kept_tokens: `KeptTokens` [B, S, ...] of the generated tokens, 0 and -1 elsewhere; None if
+        none are listed.
     """
 
     token_ids: jax.Array
@@ -99,11 +103,17 @@ class DecodeState(NamedTuple):
     top_logprobs: TopLogprobs | None = None
     draft_history: DraftHistory | None = None
     grammar_state: jax.Array | None = None
+    kept_tokens: KeptTokens | None = None
 
     @property
     def history(self) -> History:
         """The committed tokens, for rules of sampling."""
         return History(self.token_ids, self.lengths, self.counts, self.grammar_state)
+
+    @property
+    def token_info(self) -> TokenInfo:
+        """What is listed of the committed tokens, [B, S, ...]."""
+        return TokenInfo(*(getattr(self, name) for name in TokenInfo._fields))
 
     @property
     def k_policy(self) -> FixedK | AdaptiveK:
@@ -118,10 +128,12 @@ class StepInfo(NamedTuple):
       verification: `Verification` of the step. Its tokens may go on past the end of a text, where
         the state's do not.
       num_drafted: i32[B], drafted tokens of each request, -1 for an inactive one.
+      token_info: what is listed of the emitted tokens, [B, K + 1, ...].
     """
 
     verification: Verification
     num_drafted: jax.Array
+    token_info: TokenInfo = TokenInfo()
 
 
 for _kind in (DecodeState, Settings, StepInfo):

@@ -47,7 +47,6 @@ from specjax.core.rule import COUPLED, static_rule
 from specjax.decode.commit import Origin, append, append_emitted
 from specjax.decode.draft_step import discard_incompatible_draft, draft_next
 from specjax.decode.drafters import Drafter, Models
-from specjax.decode.logprobs import TopLogprobs, list_top_logprobs
 from specjax.decode.metrics import update_metrics
 from specjax.decode.options import StepOptions
 from specjax.decode.state import DecodeState, StepInfo
@@ -60,6 +59,7 @@ from specjax.decode.target_step import (
     score_hidden,
     step_inputs,
 )
+from specjax.decode.token_info import TokenInfo, list_rows
 from specjax.implementation import resolve_implementation
 from specjax.processing.grammar import advance
 from specjax.processing.token_counts import add_to_counts
@@ -141,7 +141,7 @@ def verify_and_commit(
         no_draft = Draft(pending_draft.token_ids[:, :0], num_tokens=pending_draft.num_tokens)
         state = state._replace(draft=no_draft)
     info = verify_pending(state, rows, options)
-    committed = commit_emitted(state, rows, info)
+    committed, info = commit_emitted(state, rows, info)
     # The draft of width K goes back: the states of all steps have one structure.
     return extend_drafter(drafter, state, committed, rows)._replace(draft=pending_draft), info
 
@@ -214,15 +214,18 @@ def verify_pending(state: DecodeState, rows: TargetRows, options: StepOptions) -
     return StepInfo(verification, count_drafted(state))
 
 
-def commit_emitted(state: DecodeState, rows: TargetRows, info: StepInfo) -> DecodeState:
-    """Returns the state with a step's emitted tokens committed, up to the end of each text.
+def commit_emitted(
+    state: DecodeState, rows: TargetRows, info: StepInfo
+) -> tuple[DecodeState, StepInfo]:
+    """Returns the state with a step's emitted tokens committed, and the info with what is listed.
 
-    Everything that the state keeps of committed tokens grows with them: log-probabilities, origins,
-    counts for penalties, the grammar's state, metrics and the history of drafts.
+    Everything that the state keeps of committed tokens grows with them, up to the end of each text:
+    log-probabilities, origins, counts for penalties, the grammar's state, metrics, what is listed,
+    and the history of drafts.
 
     Args:
       state: as in `verify_pending`.
-      rows: as in `verify_pending`, for listed log-probabilities.
+      rows: as in `verify_pending`, for what is listed of each token.
       info: from `verify_pending`.
     """
     verification, num_drafted = info.verification, info.num_drafted
@@ -256,20 +259,26 @@ def commit_emitted(state: DecodeState, rows: TargetRows, info: StepInfo) -> Deco
             lambda x, y: append(x, state.lengths, num_committed, y), buffers, values
         )
 
-    return state._replace(
+    logprobs = append_each(state.logprobs, verification.logprobs)
+    origins = append_each(state.origins, _origins(info))
+    listed = _list_token_info(state, rows, emitted)
+    # A state that stores nothing of them has no buffers: a host reads them of each step.
+    stored = append_each(state.token_info, listed) if any(state.token_info) else state.token_info
+    committed = state._replace(
         token_ids=token_ids,
         lengths=lengths,
-        logprobs=append_each(state.logprobs, verification.logprobs),
-        origins=append_each(state.origins, _origins(info)),
+        logprobs=logprobs,
+        origins=origins,
         finish=finish,
         metrics=metrics,
         counts=counts,
-        top_logprobs=append_each(state.top_logprobs, _list_logprobs(state, rows, emitted)),
         # `k_policy` is made from the state's `draft_history`. `update` returns this history with
         # the step added; None if K is fixed.
         draft_history=state.k_policy.update(num_drafted, verification.num_accepted, lengths),
         grammar_state=grammar_state,
+        **stored._asdict(),
     )
+    return committed, info._replace(token_info=listed)
 
 
 def _origins(info: StepInfo) -> jax.Array:
@@ -283,37 +292,28 @@ def _origins(info: StepInfo) -> jax.Array:
     return jnp.where(index < num_accepted, Origin.ACCEPTED, last).astype(jnp.int8)
 
 
-def _list_logprobs(
-    state: DecodeState, rows: TargetRows, token_ids: jax.Array
-) -> TopLogprobs | None:
-    """Returns the log-probabilities of the likeliest and the emitted tokens; None if not listed.
+def _list_token_info(state: DecodeState, rows: TargetRows, token_ids: jax.Array) -> TokenInfo:
+    """Returns what is listed of the emitted tokens, [B, K + 1, ...].
 
     Args:
       state: as in `commit_emitted`.
       rows: as in `commit_emitted`.
       token_ids: i32[B, K + 1], the emitted tokens.
-
-    Returns:
-      `TopLogprobs` [B, K + 1, ...].
     """
-    listing, temperature = state.settings.logprobs, state.settings.temperature
-    if listing is None:
-        return None
+    config, temperature = state.settings.token_info, state.settings.temperature
+    if config is None:
+        return TokenInfo()
 
-    def list_rows(k: int, _: Any) -> tuple[None, TopLogprobs | None]:
+    def list_first(k: int, _: Any) -> tuple[None, TokenInfo]:
         """Lists rows 0 to k; `run_smallest_k` pads, and has nothing to update here."""
-        raw, logits, cutoff = jax.tree.map(
-            lambda x: x[:, : k + 1], (rows.raw_logits, rows.logits, rows.cutoff)
-        )
-        emitted = token_ids[:, : k + 1]
-        if listing.mode == "raw":
-            return None, list_top_logprobs(raw, emitted, jnp.float32(1), None, n=listing.num)
-        # A token below the cutoff is not sampled: its probability is 0.
-        return None, list_top_logprobs(logits, emitted, temperature, cutoff, n=listing.num)
+        arrays = (token_ids, rows.raw_logits, rows.logits, rows.cutoff)
+        ids, raw, logits, cutoff = jax.tree.map(lambda x: x[:, : k + 1], arrays)
+        return None, list_rows(config, ids, raw, logits, cutoff, temperature)
 
     # Without `draft_buckets`: they save time in the target's layers, and listing runs none. Where K
     # is adaptive, 0 and K are enough.
-    return run_smallest_k(state, list_rows, None)[1]
+    listed: TokenInfo = run_smallest_k(state, list_first, None)[1]
+    return listed
 
 
 def extend_drafter(

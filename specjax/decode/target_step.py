@@ -17,7 +17,6 @@ from specjax.checks import check_applied, check_model_logits
 from specjax.core.acceptance import num_valid_drafts
 from specjax.decode.adaptive_k import cond_in_place
 from specjax.decode.kinds import Kind, kind_of_model
-from specjax.decode.logprobs import check_num_listed
 from specjax.decode.state import DecodeState, Settings
 from specjax.devices.placement import Placement, with_auto_axes
 from specjax.devices.vocabulary_split import VocabularySplit
@@ -89,8 +88,8 @@ def score_hidden(
     _check_settings(settings, raw.shape[-1])
     resolved = resolve_implementation(implementation)
     logits, cutoff = _apply_sampling(state, state.draft.token_ids[:, : num_rows - 1], raw, resolved)
-    lists_raw = settings.logprobs is not None and settings.logprobs.mode == "raw"
-    listed = raw if lists_raw else None
+    reads_raw = settings.token_info is not None and settings.token_info.reads_raw
+    listed = raw if reads_raw else None
     return TargetRows(hidden, features, listed, logits, cutoff, split, target.placement)
 
 
@@ -101,7 +100,7 @@ def _raw_logits(
 
     They are split if the model can, and if verification alone reads them.
     """
-    if target.split_logits is None or (settings.sampling, settings.logprobs) != (None, None):
+    if target.split_logits is None or (settings.sampling, settings.token_info) != (None, None):
         return _whole_logits(target, hidden), None
     vocab_size = jax.eval_shape(target.logits, target.params, hidden).shape[-1]
     logits = target.split_logits(target.params, hidden)
@@ -180,8 +179,8 @@ def _check_settings(settings: Settings, vocab_size: int) -> None:
     if settings.sampling is not None:
         rules, _ = split_sampling(settings.sampling)
         check_widths(rules, vocab_size)
-    if settings.logprobs is not None:
-        check_num_listed("num_logprobs", settings.logprobs.num, vocab_size)
+    if settings.token_info is not None:
+        settings.token_info.check_vocabulary(vocab_size)
 
 
 def _apply_sampling(

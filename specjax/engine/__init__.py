@@ -20,20 +20,25 @@ Words that the files share:
     batch        the caches of N prompts that one program reads together, each in its place
     piece        up to `piece_size` successive tokens of one prompt of such a batch
     `Piece`      what iterating over a `Request` yields: tokens and text that it gained
+    cursor       how much of a request a `RequestStream` has read, in `StreamChunk`s
     matcher      a grammar on the host that gives masks of the next tokens
     row          one of the K + 1 positions of a step, with its logits and masks
 
 Open `engine` first, the public class; then `scheduler`, where a step is a list of named parts.
 
-    engine         `Engine`, and the choices that it makes when it is made
-    scheduler      the host's part: which request is in which slot, and the order of a step
-    prefill_batch  prompts that one program reads together
-    queue          requests that wait, and how a prompt is read by itself
-    submission     checks the arguments of `Engine.submit`
-    request        `Request`: its tokens, its text, its end
-    programs       the compiled programs, bound to an engine's models
-    slots          the device's part: pure functions of a `DecodeState` whose requests are slots
-    stop_strings   text of tokens, up to the first stop string
+    async_engine    `AsyncEngine`: an engine that a thread steps, for threads and event loops
+    engine          `Engine`, and the choices that it makes when it is made
+    scheduler       the host's part: which request is in which slot, and the order of a step
+    prefill_batch   prompts that one program reads together
+    queue           requests that wait, and how a prompt is read by itself
+    submission      checks the arguments of `Engine.submit`
+    request_stream  `RequestStream`: the chunks of a request, for a reader in another thread
+    request         `Request`: its tokens, its text, its end
+    prompt_logprobs  log-probabilities of prompts, listed by the programs that read them
+    usage           counts of requests in OpenAI's words
+    programs        the compiled programs, bound to an engine's models
+    slots           the device's part: pure functions of a `DecodeState` whose requests are slots
+    stop_strings    text of tokens, up to the first stop string
 
 Each file imports only files below it.
 

@@ -1,6 +1,7 @@
 """`Engine`: the public class, and the choices that it makes when it is made."""
 
 import dataclasses
+import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from specjax.decode.matchers import Matcher, new_masks
 from specjax.decode.options import LoopOptions, check_capacity, default_chunk_size
 from specjax.decode.request_batch import RequestArguments, check_arguments
 from specjax.decode.state import Settings
+from specjax.decode.token_info import for_host
 from specjax.engine.programs import make_programs, warm_up
 from specjax.engine.queue import PromptGroup
 from specjax.engine.request import Request
@@ -26,6 +28,7 @@ from specjax.engine.submission import (
     EngineLimits,
     Submission,
     check_request,
+    check_timeout,
     drop_batch_axis,
     make_request,
 )
@@ -128,13 +131,15 @@ class Engine:
             max_length=max_length,
             chunk_size=min(chunk_size, max_length),
             options=step_options,
+            prompt_logprobs=static.prompt_logprobs,
         )
         self.num_slots, self.max_length = num_slots, max_length
         self.slot_bytes, vocab_size = programs.needs.slot_bytes, programs.vocab_size
         shape = num_slots, num_rows, vocab_size
         all_allowed = all_allowed_masks(takes_matchers, defaults, shape)
         takes_matchers = all_allowed is not None
-        self._limits = EngineLimits(max_length, vocab_size, defaults, tokenizer, takes_matchers)
+        limits = (max_length, vocab_size, defaults, tokenizer, takes_matchers)
+        self._limits = EngineLimits(*limits, static.prompt_logprobs)
         # Any request will do: all have the same shapes.
         any_request = check_request(Submission([0, 0], keys[0]), self._limits)
         slots = warm_up(programs, target, any_request.settings, all_allowed)
@@ -144,13 +149,15 @@ class Engine:
         self,
         prompt: Any,
         *,
-        key: jax.Array,
+        key: jax.Array | None = None,
+        seed: int | None = None,
         max_new_tokens: int | None = None,
         temperature: Any = 1.0,
         eos_token_ids: Any = (),
         sampling: SamplingParams | None = None,
-        stop: str | Iterable[str] = (),
+        stop: str | Iterable[str] | None = (),
         matcher: Matcher | None = None,
+        prompt_logprobs: bool = False,
     ) -> Request:
         """Puts a request at the end of the queue.
 
@@ -159,16 +166,21 @@ class Engine:
 
         Args:
           prompt: a list of ids, or i32[P].
-          key: a typed threefry key, ().
+          key: a typed threefry key, (). The tokens follow from it; None if `seed` is given.
+          seed: a Python int in [-2**63, 2**63), in place of `key`. The key's two words are the high
+            and the low 32 bits of seed modulo 2**64. For seeds in [0, 2**32) it is
+            `jax.random.key(seed, impl="threefry2x32")`.
           max_new_tokens: most tokens generated, a Python int >= 1. None is as many as
             `max_length` has room for.
           temperature: a number >= 0. Below 1e-5 the request is greedy.
           eos_token_ids: int, ints or i32[E], tokens that end the request; at most 16. They are
             committed.
           sampling: `SamplingParams` of this request: fields that the engine was made with.
-          stop: strings that end the request. Its text ends before the first of them.
+          stop: strings that end the request. Its text ends before the first of them. None is none.
           matcher: a `Matcher` that has read nothing; it masks each next token. From now
             on it belongs to the request. `eos_token_ids` are the tokens by which it ends a text.
+          prompt_logprobs: whether `Request.prompt_logprobs` are listed. The engine needs
+            `LoopOptions(num_logprobs=n, prompt_logprobs=True)`.
 
         Returns:
           The `Request`, which the engine fills.
@@ -176,7 +188,8 @@ class Engine:
         Raises:
           ValueError: for an argument of another type, shape or range.
           queue.Full: if `max_waiting` requests wait.
-          RuntimeError: if the engine is closed, or has lost the device's arrays of its requests.
+          RuntimeError: if the engine is closed or drains, or has lost the device's arrays of its
+            requests.
 
         Example:
           >>> from specjax.markov_chain import markov_chain
@@ -190,7 +203,16 @@ class Engine:
           "the prompt has token 7; the target's vocabulary has 2 tokens."
         """
         submission = Submission(
-            prompt, key, max_new_tokens, temperature, eos_token_ids, sampling, stop, matcher
+            prompt,
+            key,
+            max_new_tokens,
+            temperature,
+            eos_token_ids,
+            sampling,
+            stop,
+            matcher,
+            seed,
+            prompt_logprobs,
         )
         return self._enqueue(submission, [-1])[0]
 
@@ -199,13 +221,15 @@ class Engine:
         num_samples: int,
         prompt: Any,
         *,
-        key: jax.Array,
+        key: jax.Array | None = None,
+        seed: int | None = None,
         max_new_tokens: int | None = None,
         temperature: Any = 1.0,
         eos_token_ids: Any = (),
         sampling: SamplingParams | None = None,
-        stop: str | Iterable[str] = (),
+        stop: str | Iterable[str] | None = (),
         matcher: None = None,
+        prompt_logprobs: bool = False,
     ) -> list[Request]:
         """Puts several requests of one prompt at the end of the queue; the prompt is read once.
 
@@ -213,12 +237,14 @@ class Engine:
           num_samples: a Python int >= 1.
           prompt: as in `submit`.
           key: as in `submit`. Sample i has the key `jax.random.fold_in(key, i)`.
+          seed: as in `submit`.
           max_new_tokens: as in `submit`.
           temperature: as in `submit`.
           eos_token_ids: as in `submit`.
           sampling: as in `submit`.
           stop: as in `submit`.
           matcher: None, because a matcher reads one text.
+          prompt_logprobs: as in `submit`; computed once for all samples.
 
         Returns:
           The requests.
@@ -241,8 +267,8 @@ class Engine:
             raise ValueError("matcher is given, and reads one text; submit each sample by itself.")
         num_samples = check_count("num_samples", num_samples, 1, "the requests of one prompt")
         submission = Submission(
-            prompt, key, max_new_tokens, temperature, eos_token_ids, sampling, stop
-        )
+            prompt, key, max_new_tokens, temperature, eos_token_ids, sampling, stop, seed=seed
+        )._replace(prompt_logprobs=prompt_logprobs)
         return self._enqueue(submission, range(num_samples))
 
     def _enqueue(self, submission: Submission, samples: Sequence[int]) -> list[Request]:
@@ -276,11 +302,19 @@ class Engine:
         self._scheduler.queue.check_open()
         return self._scheduler.preempt(request, drops_cache)
 
-    def close(self) -> None:
+    def close(self, *, drain: bool = False, timeout: float | None = None) -> None:
         """Ends all requests as "aborted", and frees the memory of the slots.
 
         `with engine:` closes the engine, too. Later calls of `submit`, `preempt`, `step` and `run`
         raise `RuntimeError`.
+
+        Args:
+          drain: whether the engine runs first until every request has ended. `submit` raises
+            `RuntimeError` meanwhile.
+          timeout: most seconds that it runs, a number > 0; None is without end.
+
+        Raises:
+          ValueError: for a timeout that is no number > 0.
 
         Example:
           >>> from specjax.markov_chain import markov_chain
@@ -291,7 +325,18 @@ class Engine:
           >>> request.finish_reason
           'aborted'
         """
+        seconds = check_timeout(timeout)
+        if check_flag("drain", drain):
+            self._scheduler.queue.drain()
+            end = time.monotonic() + seconds
+            while not self.is_closed and self.step() and time.monotonic() < end:
+                pass
         self._scheduler.close()
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the engine is closed, by `close` or by an error."""
+        return self._scheduler.queue.closed_reason is not None
 
     def __enter__(self) -> "Engine":
         return self
@@ -424,4 +469,9 @@ def _settings_of_slots(
         grammar = jax.tree.map(jnp.asarray, defaults.grammar)
         sampling = jax.tree.map(repeat, defaults._replace(grammar=None))._replace(grammar=grammar)
     no_stop_ids: Any = np.tile(pad_eos(np.zeros(0, np.int32), MAX_STOP_IDS), (num_slots, 1))
-    return settings._replace(eos_token_ids=no_stop_ids, sampling=sampling, k_by_rate=k_by_rate)
+    return settings._replace(
+        eos_token_ids=no_stop_ids,
+        sampling=sampling,
+        token_info=for_host(settings.token_info),
+        k_by_rate=k_by_rate,
+    )

@@ -23,6 +23,7 @@ import numpy as np
 
 from specjax.decode.state import DecodeState
 from specjax.engine.programs import Programs, empty_chunk
+from specjax.engine.prompt_logprobs import PromptListing, run_chunk
 from specjax.engine.queue import PromptGroup, QueueEntry
 
 __all__ = ["PrefillBatch"]
@@ -89,7 +90,8 @@ class PrefillBatch:
         # Two of [1, piece_size] for each entry; together two of [N, piece_size].
         chunks = [entry.next_chunk(piece_size) for entry in batch_entries]
         token_ids, positions = map(np.concatenate, zip(*chunks, strict=True))
-        self._caches = self._programs.prefill_batch(self._caches, token_ids, positions)
+        owners = [(entry.listing, slice(i, i + 1)) for i, entry in enumerate(batch_entries)]
+        self._run((token_ids, positions), owners)
         # A last piece counts whole, as in `QueueEntry.num_read`.
         for entry in batch_entries:
             entry.num_read += piece_size
@@ -116,7 +118,7 @@ class PrefillBatch:
         num_unread = sum(-(-entry.unread.size // piece_size) for _, entry in matched)
         if needs_all and num_unread < num_pieces:
             return 0
-        start, sizes = 0, []
+        start, sizes, owners = 0, [], []
         for place, entry in matched:
             # The prompt that had this place before may have left keys at later positions. Nothing
             # attends to them before they are overwritten, so no empty caches are copied here.
@@ -129,13 +131,21 @@ class PrefillBatch:
             new_positions = entry.num_read + np.arange(chunk.size)
             positions[start:end].reshape(-1)[: chunk.size] = new_positions
             places[start:end] = place
+            owners.append((entry.listing, slice(start, end)))
             start = end
             sizes.append(chunk.size)
-        self._caches = self._programs.prefill_batch(self._caches, token_ids, positions, places)
+        self._run((token_ids, positions, places), owners)
         # Not earlier: a program that failed is called again with these tokens.
         for (_, entry), num_tokens in zip(matched, sizes, strict=True):
             entry.num_read += num_tokens
         return 1
+
+    def _run(
+        self, chunk: tuple[np.ndarray, ...], owners: list[tuple[PromptListing | None, slice]]
+    ) -> None:
+        """Reads a chunk of the batch; arguments as in `run_chunk`."""
+        read, list_chunk = self._programs.prefill_batch, self._programs.list_chunk
+        self._caches = run_chunk(read, list_chunk, self._caches, chunk, owners)
 
     def _match_places(self, entries: Sequence[QueueEntry]) -> list[tuple[int, PromptGroup]]:
         """Returns pairs of a place and an unread entry, in the order of the queue.

@@ -18,6 +18,7 @@ import numpy as np
 
 from specjax.decode.capacity import format_bytes
 from specjax.decode.drafters import Models, reads_chunks
+from specjax.decode.logprobs import TopLogprobs
 from specjax.decode.memory import MemoryNeeds, devices_of, free_bytes, needs_of_state
 from specjax.decode.options import StepOptions
 from specjax.decode.state import DecodeState, Settings
@@ -65,6 +66,11 @@ class BatchShape(NamedTuple):
         """Whether a chunk is P pieces of any of the prompts, rather than one piece of each."""
         return self.num_pieces > 0
 
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of a chunk of all prompts together."""
+        return (self.num_pieces or self.num_prompts) * self.piece_size
+
 
 class Programs(NamedTuple):
     """The functions of `specjax.engine.slots`, bound to an engine's models and options.
@@ -76,6 +82,8 @@ class Programs(NamedTuple):
         time, because a chunk attends to the whole length.
       chunk_size: C, tokens of a prompt that are read at once.
       prefill_chunk: `(caches, token_ids[1, C], positions[1, C]) -> caches`.
+      list_chunk: `(caches, token_ids, positions, next_ids, *places) -> (caches, TopLogprobs)`, for
+        chunks of a prompt and of a batch; None if no prompt is listed.
       new_target_caches: `(*, max_length) -> caches` without a drafter's state.
       batch: sizes of the batch of prompts, whose caches have the shortest length; None if each
         prompt is read by itself.
@@ -100,6 +108,7 @@ class Programs(NamedTuple):
     cache_lengths: tuple[int, ...]
     chunk_size: int
     prefill_chunk: Callable[..., PromptCaches]
+    list_chunk: Callable[..., tuple[PromptCaches, TopLogprobs]] | None
     new_target_caches: Callable[..., PromptCaches]
     batch: BatchShape | None
     put_caches: Callable[..., PromptCaches]
@@ -155,7 +164,13 @@ class Programs(NamedTuple):
 
 
 def make_programs(
-    models: Models, settings: Settings, *, max_length: int, chunk_size: int, options: StepOptions
+    models: Models,
+    settings: Settings,
+    *,
+    max_length: int,
+    chunk_size: int,
+    options: StepOptions,
+    prompt_logprobs: bool = False,
 ) -> Programs:
     """Returns the programs of an engine; nothing is compiled yet.
 
@@ -165,6 +180,7 @@ def make_programs(
       max_length: S.
       chunk_size: C.
       options: as in `run_step`.
+      prompt_logprobs: whether requests may list their prompts, by `settings.token_info`.
 
     Raises:
       ValueError: for a mesh with several processes or several devices for requests. Also for a
@@ -195,15 +211,15 @@ def make_programs(
     is_fixed = is_whole or batch is not None
     lengths = (max_length,) if is_fixed else cache_lengths(max_length, chunk_size)
     batch = batch or _choose_batch(new_caches, num_slots, lengths[0], chunk_size)
-    num_pieces = 0 if batch is None else batch.num_pieces or batch.num_prompts
-    batch_tokens = 0 if batch is None else num_pieces * batch.piece_size
-    needs = needs_of_state(models, shapes, max(chunk_size, batch_tokens))
+    batch_tokens = 0 if batch is None else batch.num_tokens
+    needs = needs_of_state(models, shapes, max(chunk_size, batch_tokens), prompt_logprobs)
     return Programs(
         new_caches=new_caches,
         grow_caches=functools.partial(slots.grow_caches, models),
         cache_lengths=lengths,
         chunk_size=chunk_size,
         prefill_chunk=prefill_chunk,
+        list_chunk=_bind_listing(models, settings) if prompt_logprobs else None,
         new_target_caches=functools.partial(slots.new_caches, models._replace(drafter=None)),
         batch=batch,
         put_caches=functools.partial(slots.put, axes=leaf_axes),
@@ -221,6 +237,15 @@ def make_programs(
         needs=needs._replace(slot_bytes=slots.slot_bytes(shapes, axes)),
         vocab_size=vocab_size,
     )
+
+
+def _bind_listing(
+    models: Models, settings: Settings
+) -> Callable[..., tuple[PromptCaches, TopLogprobs]]:
+    """Returns `Programs.list_chunk`."""
+    listed = settings.token_info
+    assert listed is not None and listed.logprobs is not None
+    return functools.partial(slots.list_chunk, models, num_listed=listed.logprobs.num)
 
 
 def _check_placement(target: Model) -> None:
@@ -379,8 +404,10 @@ def _caches_of_each_length(programs: Programs) -> Iterator[tuple[Any, ...]]:
     for i, length in enumerate(programs.cache_lengths):
         if i:
             caches = programs.grow_caches(caches, max_length=length)
-        # The second chunk takes caches that `prefill_chunk` returned.
-        caches = programs.prefill_chunk(programs.prefill_chunk(caches, *nothing), *nothing)
+        _list_chunk(programs, programs.new_caches(max_length=length), nothing)
+        # The second chunk takes caches that a program returned.
+        caches = _list_chunk(programs, programs.prefill_chunk(caches, *nothing), nothing)
+        caches = programs.prefill_chunk(caches, *nothing)
         if i == 0 and programs.batch is not None:
             caches = programs.take_caches(_read_batch(programs, caches), np.int32(0))
             yield (caches,)
@@ -395,12 +422,27 @@ def _read_batch(programs: Programs, caches: PromptCaches) -> PromptCaches:
     """Returns the caches of a batch by each program that makes them, a prompt's in place 0."""
     assert programs.batch is not None
     (num_prompts, piece_size, num_pieces), first = programs.batch, np.int32(0)
-    batch = programs.new_caches(max_length=programs.cache_lengths[0], size=num_prompts)
+    chunk: tuple[np.ndarray, ...] = empty_chunk(num_pieces or num_prompts, piece_size)
+    if num_pieces:
+        chunk = (*chunk, np.zeros(num_pieces, np.int32))
+    empty = functools.partial(
+        programs.new_caches, max_length=programs.cache_lengths[0], size=num_prompts
+    )
+    _list_chunk(programs, empty(), chunk)
+    batch = empty()
     for _ in range(2):
-        if num_pieces:
-            pieces = (*empty_chunk(num_pieces, piece_size), np.zeros(num_pieces, np.int32))
-            batch = programs.prefill_batch(batch, *pieces)
-        else:
+        if not num_pieces:
             batch = programs.put_caches(batch, caches, first)
-            batch = programs.prefill_batch(batch, *empty_chunk(num_prompts, piece_size))
+        batch = _list_chunk(programs, programs.prefill_batch(batch, *chunk), chunk)
     return batch
+
+
+def _list_chunk(
+    programs: Programs, caches: PromptCaches, chunk: tuple[np.ndarray, ...]
+) -> PromptCaches:
+    """Returns caches after a chunk that is listed; as they were if no prompt may be."""
+    if programs.list_chunk is None:
+        return caches
+    token_ids, positions, *places = chunk
+    caches, _ = programs.list_chunk(caches, token_ids, positions, positions, *places)
+    return caches

@@ -29,6 +29,7 @@ import numpy as np
 from specjax.decode.capacity import pad_prompt
 from specjax.decode.state import DecodeState
 from specjax.engine.programs import Programs, empty_chunk
+from specjax.engine.prompt_logprobs import PromptListing, run_chunk
 from specjax.engine.request import Request
 from specjax.engine.slots import PromptCaches
 from specjax.engine.submission import CheckedRequest
@@ -69,6 +70,11 @@ class QueueEntry(abc.ABC):
         """Tokens still to read; never the last of all, which the request's next step feeds."""
         return self.token_ids[self.num_read : -1]
 
+    @property
+    def listing(self) -> PromptListing | None:
+        """Where the log-probabilities of its tokens go; None if they are not listed."""
+        return None
+
     def is_read(self) -> bool:
         """Returns whether its requests may go into slots: the caches hold all tokens needed."""
         return (self.caches is not None or self.place is not None) and not self.unread.size
@@ -92,7 +98,9 @@ class QueueEntry(abc.ABC):
         self._grow_caches(programs)
         if not self.unread.size:
             return 0
-        self.caches = programs.prefill_chunk(self.caches, *self.next_chunk(programs.chunk_size))
+        chunk, owners = self.next_chunk(programs.chunk_size), [(self.listing, slice(None))]
+        read, list_chunk = programs.prefill_chunk, programs.list_chunk
+        self.caches = run_chunk(read, list_chunk, self.caches, chunk, owners)
         self.num_read += programs.chunk_size
         return 1
 
@@ -139,6 +147,11 @@ class PromptGroup(QueueEntry):
     def token_ids(self) -> np.ndarray:
         """The prompt, i32[L]."""
         return self._checked.token_ids
+
+    @property
+    def listing(self) -> PromptListing | None:
+        """Where the log-probabilities of its tokens go; None if they are not listed."""
+        return self._checked.listing
 
     def admit(self, programs: Programs, slots: DecodeState, slot: int) -> DecodeState:
         """Returns the slots with the first waiting request in one of them."""
@@ -209,6 +222,8 @@ class WaitingQueue:
       lock: held while the order of entries changes, or who waits in one; reentrant, because methods
         that take it call each other.
       closed_reason: a sentence why the engine is closed and nothing may be put in, or None.
+      cause: the error that closed the engine, or None.
+      is_draining: whether nothing more may be put in, while what waits goes on.
     """
 
     def __init__(self, max_waiting: int) -> None:
@@ -218,16 +233,23 @@ class WaitingQueue:
         self._num_waiting = 0
         self.lock = threading.RLock()
         self.closed_reason: str | None = None
+        self.cause: BaseException | None = None
+        self.is_draining = False
 
     def check_open(self) -> None:
-        """Raises RuntimeError if the queue is closed."""
+        """Raises RuntimeError if the queue is closed, from the error that closed it."""
         if self.closed_reason is not None:
-            raise RuntimeError(self.closed_reason)
+            raise RuntimeError(self.closed_reason) from self.cause
 
-    def close(self, why: str) -> list[Request]:
+    def drain(self) -> None:
+        """Refuses requests from now on; those that wait go on."""
+        with self.lock:
+            self.is_draining = True
+
+    def close(self, why: str, cause: BaseException | None) -> list[Request]:
         """Closes the queue, and returns the requests that wait in it."""
         with self.lock:
-            self.closed_reason, waiting = why, self.waiting()
+            self.closed_reason, self.cause, waiting = why, cause, self.waiting()
             self._entries.clear()
         return waiting
 
@@ -254,9 +276,11 @@ class WaitingQueue:
 
         Raises:
           queue.Full: if too many would wait.
-          RuntimeError: if the queue is closed.
+          RuntimeError: if the queue is closed or drains.
         """
         self.check_open()
+        if self.is_draining:
+            raise RuntimeError("the engine drains: it takes no more requests; make another one.")
         if self._num_waiting + count <= self._max_waiting:
             return
         with self.lock:

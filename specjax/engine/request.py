@@ -13,10 +13,22 @@ from specjax.decode.commit import Finish
 from specjax.decode.logprobs import TopLogprobs
 from specjax.decode.matchers import MatchedText
 from specjax.decode.metrics import Metrics
+from specjax.engine.prompt_logprobs import PromptListing
 from specjax.engine.slots import StepOutput
 from specjax.engine.stop_strings import StoppedText
+from specjax.engine.usage import Usage
+from specjax.processing.kept_tokens import KeptTokens
 
-__all__ = ["FinishReason", "PROGRAM_EXITS", "Piece", "Request", "Stepper", "describe"]
+__all__ = [
+    "FinishReason",
+    "PROGRAM_EXITS",
+    "Piece",
+    "Request",
+    "Stepper",
+    "StreamChunk",
+    "describe",
+    "openai_finish_reason",
+]
 
 
 class FinishReason:
@@ -31,6 +43,7 @@ class FinishReason:
     REFUSED = "refused"
     ABORTED = "aborted"
     ENGINE_ERROR = "engine_error"
+    TIMED_OUT = "timed_out"
 
 
 _FINISH_REASONS = {
@@ -38,6 +51,28 @@ _FINISH_REASONS = {
     Finish.END_OF_SEQUENCE: FinishReason.END_OF_SEQUENCE,
     Finish.INVALID: FinishReason.INVALID_LOGITS,
 }
+_OPENAI_FINISH_REASONS = {
+    FinishReason.LENGTH: "length",
+    FinishReason.END_OF_SEQUENCE: "stop",
+    FinishReason.STOP_STRING: "stop",
+}
+
+
+def openai_finish_reason(reason: str) -> str | None:
+    """Returns a `FinishReason` in the words of OpenAI's API, "stop" or "length".
+
+    Args:
+      reason: one of `FinishReason`.
+
+    Returns:
+      "stop" for "end_of_sequence" and "stop_string", "length" for "length". None for each other
+      reason: the text was cut off, and a server answers with an error.
+
+    Example:
+      >>> openai_finish_reason("stop_string"), openai_finish_reason("aborted")
+      ('stop', None)
+    """
+    return _OPENAI_FINISH_REASONS.get(reason)
 
 
 # Errors that ask the program to stop. A tokenizer or matcher that raises one is not at fault.
@@ -79,6 +114,33 @@ class Piece(NamedTuple):
     text: str
 
 
+class StreamChunk(NamedTuple):
+    """What a request gained since the chunk before, and whether it has ended.
+
+    The lists have an entry for each new token. Exactly one chunk of a request, the last, has a
+    `finish_reason`.
+
+    Attributes:
+      token_ids: the new tokens.
+      text: the new text, which ends with a whole character; empty without a tokenizer.
+      logprobs: as `Request.logprobs`.
+      top_logprobs: as `Request.top_logprobs`; empty unless the engine lists them.
+      origins: as `Request.origins`.
+      finish_reason: one of `FinishReason` in the last chunk, else None.
+      error: a sentence which error ended the request, or None.
+      usage: counts of the request up to this chunk.
+    """
+
+    token_ids: list[int]
+    text: str
+    logprobs: list[float]
+    top_logprobs: list[TopLogprobs]
+    origins: list[int]
+    finish_reason: str | None
+    error: str | None
+    usage: Usage
+
+
 class Request:
     """A request of an engine; `Engine.submit` makes it, and iterating over it yields its pieces.
 
@@ -91,6 +153,11 @@ class Request:
       logprobs: log-probability of each, of the distribution that it was sampled from.
       origins: one of `Origin` for each.
       top_logprobs: a `TopLogprobs` of NumPy arrays for each; empty unless the engine lists them.
+      kept_tokens: a `KeptTokens` of NumPy arrays for each, with a mask where the set has more
+        tokens than ids; empty unless the engine lists them.
+      prompt_logprobs: a list of None for the prompt's first token, and a `TopLogprobs` of NumPy
+        arrays for each other, of the model's distribution at temperature 1. None before the first
+        generated token, and unless `submit` asked for it.
       text: the text of `token_ids` up to a stop string; None without a tokenizer.
       finish_reason: None while the request goes on, else one of `FinishReason`.
       error: a sentence why the request was refused, or which error ended it; else None.
@@ -103,18 +170,23 @@ class Request:
         text: StoppedText | None,
         stepper: Stepper | None,
         matched: MatchedText | None = None,
+        listing: PromptListing | None = None,
     ) -> None:
         self.prompt_token_ids = prompt_token_ids
         self.token_ids: list[int] = []
         self.logprobs: list[float] = []
         self.origins: list[int] = []
         self.top_logprobs: list[TopLogprobs] = []
+        self.kept_tokens: list[KeptTokens] = []
+        self.prompt_logprobs: list[TopLogprobs | None] | None = None
         self.finish_reason: str | None = None
         self.error: str | None = None
         self._max_new_tokens = max_new_tokens
         # Another thread may abort the request while the one that steps adds tokens.
         self._lock = threading.RLock()
         self._text, self._matched = text, matched
+        # Of the prompt, until the first token: the arrays of the device are computed by then.
+        self._listing = listing
         # The engine's scheduler; None once the request has ended, so that it keeps no engine.
         self._stepper = stepper
         # The counts of all slots and the request's slot; once it has ended, its own counts and 0.
@@ -143,6 +215,37 @@ class Request:
             return None
         metrics, slot = self._metrics
         return jax.tree.map(lambda count: np.asarray(count[slot]), metrics)
+
+    @property
+    def usage(self) -> Usage:
+        """The request's counts so far, in OpenAI's words."""
+        num_drafted = num_accepted = 0
+        if self._metrics is not None:
+            metrics, slot = self._metrics
+            # For a few numbers a list is faster than NumPy, and every chunk has them.
+            num_drafted = sum(metrics.num_drafted[slot].tolist())
+            num_accepted = sum(metrics.num_accepted[slot].tolist())
+        num_tokens = len(self.prompt_token_ids), len(self.token_ids)
+        return Usage(*num_tokens, num_accepted, num_drafted - num_accepted)
+
+    def chunk_from(self, num_tokens: int, num_characters: int) -> StreamChunk:
+        """Returns all that the request has after its first tokens and characters, as of one moment.
+
+        Args:
+          num_tokens: tokens that were read before.
+          num_characters: characters of `text` that were read before.
+        """
+        with self._lock:
+            return StreamChunk(
+                self.token_ids[num_tokens:],
+                (self.text or "")[num_characters:],
+                self.logprobs[num_tokens:],
+                self.top_logprobs[num_tokens:],
+                self.origins[num_tokens:],
+                self.finish_reason,
+                self.error,
+                self.usage,
+            )
 
     def result(self) -> "Request":
         """Runs the engine until this request has ended, and returns it."""
@@ -198,6 +301,7 @@ class Request:
                 self._metrics = Metrics(*(count[slot : slot + 1].copy() for count in metrics)), 0
             self.error = error
             self.finish_reason = reason
+            self._listing = None
             self._stepper = None
 
     @property
@@ -237,15 +341,20 @@ class Request:
 
     def _add(self, output: StepOutput, slot: int) -> None:
         """Adds tokens up to a stop string, and ends the request where the step or its text does."""
+        if self._listing is not None:
+            self.prompt_logprobs = self._listing.by_token()
+            self._listing = None
         num_tokens, finish = int(output.num_tokens[slot]), int(output.finish[slot])
         self._metrics = output.metrics, slot
         for i in range(num_tokens):
             token_id = int(output.token_ids[slot, i])
             self.logprobs.append(float(output.logprobs[slot, i]))
             self.origins.append(int(output.origins[slot, i]))
-            if output.top_logprobs is not None:
-                top = TopLogprobs(*(values[slot, i].copy() for values in output.top_logprobs))
-                self.top_logprobs.append(top)
+            info = output.info_at(slot, i)
+            if info.top_logprobs is not None:
+                self.top_logprobs.append(info.top_logprobs)
+            if info.kept_tokens is not None:
+                self.kept_tokens.append(info.kept_tokens)
             self.token_ids.append(token_id)
             if self._text is not None:
                 with self._contain_errors(FinishReason.TOKENIZER_ERROR):

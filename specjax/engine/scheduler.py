@@ -40,7 +40,7 @@ from specjax.engine.prefill_batch import PrefillBatch
 from specjax.engine.programs import Programs
 from specjax.engine.queue import ParkedRequest, QueueEntry, WaitingQueue
 from specjax.engine.request import PROGRAM_EXITS, FinishReason, Request, describe
-from specjax.engine.slots import StepOutput
+from specjax.engine.slots import StepOutput, read_output, without_masks
 
 __all__ = ["DispatchedStep", "Scheduler", "delayed_interrupts"]
 
@@ -171,9 +171,11 @@ class Scheduler:
         return any(True for _ in self._unfinished()) or self.queue.has_waiting()
 
     @delayed_interrupts()
-    def abort(self, request: Request) -> None:
+    def abort(
+        self, request: Request, reason: str = FinishReason.ABORTED, error: str | None = None
+    ) -> None:
         """Ends a request; the next round drops its caches or vacates its slot."""
-        request.end(FinishReason.ABORTED)
+        request.end(reason, error)
         self._has_aborted = True
 
     def preempt(self, request: Request, drops_cache: bool) -> bool:
@@ -210,7 +212,7 @@ class Scheduler:
                 )
             max_in_flight = self._dispatch_next()
             while (step := self._oldest_step(max_in_flight)) is not None:
-                self._deliver(step, jax.device_get(step.output))
+                self._deliver(step, read_output(step.output))
             return self._is_busy()
 
     async def take_step_async(self) -> bool:
@@ -221,7 +223,7 @@ class Scheduler:
                 with self._step_lock:
                     max_in_flight = self._dispatch_next()
                 while (step := self._oldest_step(max_in_flight)) is not None:
-                    output = await asyncio.to_thread(jax.device_get, step.output)
+                    output = await asyncio.to_thread(read_output, step.output)
                     with self._step_lock:
                         self._deliver(step, output)
                 with self._step_lock:
@@ -264,7 +266,7 @@ class Scheduler:
     def _deliver_masked_steps(self) -> None:
         """Delivers steps with matchers that an interrupted round left in flight."""
         while any(_has_matchers(step.occupants) for step in self._in_flight):
-            self._deliver(self._in_flight[0], jax.device_get(self._in_flight[0].output))
+            self._deliver(self._in_flight[0], read_output(self._in_flight[0].output))
 
     def _drop_aborted(self) -> None:
         """Removes aborted requests from the queue and from the batch of prompts."""
@@ -362,7 +364,7 @@ class Scheduler:
         self._in_flight.append(DispatchedStep(output, list(self._occupants)))
         self.num_steps += 1
         self.num_occupied += self._count_occupied()
-        for leaf in jax.tree.leaves(output):
+        for leaf in jax.tree.leaves(without_masks(output)):
             leaf.copy_to_host_async()
 
     @delayed_interrupts()
@@ -414,19 +416,26 @@ class Scheduler:
             if self.queue.closed_reason is None:
                 self._close(FinishReason.ABORTED, "the engine is closed; make another one.")
 
+    def fail(self, error: BaseException) -> None:
+        """Closes the engine as broken by an error of a step, unless it is closed."""
+        with self._step_lock:
+            if self.queue.closed_reason is None:
+                why = f"the engine is broken: a step raised {describe(error)}; make another one."
+                self._close(FinishReason.ENGINE_ERROR, why, error)
+
     @delayed_interrupts()
-    def _close(self, reason: str, why: str, error: str | None = None) -> None:
+    def _close(self, reason: str, why: str, cause: BaseException | None = None) -> None:
         """Closes the queue, ends all requests, and deletes the device's arrays.
 
         Args:
           reason: a `FinishReason`, of the requests.
-          why: a sentence, the `closed_reason` of the queue.
-          error: a sentence, the `error` of the requests, or None.
+          why: a sentence, the `closed_reason` of the queue, and with a cause the requests' `error`.
+          cause: the error that closes the engine, or None.
         """
         arrays = self._arrays()
         with self._calling_user_code():
-            for request in (*self._unfinished(), *self.queue.close(why)):
-                request.end(reason, error)
+            for request in (*self._unfinished(), *self.queue.close(why, cause)):
+                request.end(reason, None if cause is None else why)
         self._occupants = [None] * len(self._occupants)
         self._in_flight.clear()
         for leaf in jax.tree.leaves(arrays):
@@ -452,7 +461,7 @@ class Scheduler:
                         "the engine lost what the device held for its requests, when it raised "
                         f"{describe(error)}; make another one."
                     )
-                    self._close(FinishReason.ENGINE_ERROR, why, why)
+                    self._close(FinishReason.ENGINE_ERROR, why, error)
                     if not isinstance(error, PROGRAM_EXITS):
                         raise RuntimeError(why) from error
             raise

@@ -25,9 +25,11 @@ from specjax.decode.logprobs import TopLogprobs
 from specjax.decode.metrics import Metrics
 from specjax.decode.options import StepOptions
 from specjax.decode.prefill import begin_prefill, read_chunk
+from specjax.decode.score import list_next_logprobs
 from specjax.decode.state import DecodeState, RequestBatch, Settings
 from specjax.decode.step import run_step
 from specjax.decode.target_step import count_drafted, count_rows
+from specjax.decode.token_info import TokenInfo
 from specjax.processing.sampling_params import SamplingParams
 
 __all__ = [
@@ -38,14 +40,17 @@ __all__ = [
     "cache_axes",
     "empty_slots",
     "grow_caches",
+    "list_chunk",
     "new_caches",
     "prefill_chunk",
     "put",
+    "read_output",
     "release",
     "slot_axes",
     "slot_bytes",
     "step_slots",
     "take",
+    "without_masks",
 ]
 
 _State = TypeVar("_State")
@@ -101,8 +106,10 @@ class StepOutput(NamedTuple):
       origins: i8[B, K + 1].
       finish: i8[B], as in `DecodeState`; negative for an empty slot.
       metrics: `Metrics` of the requests so far.
-      top_logprobs: `TopLogprobs` [B, K + 1, ...], or None.
+      token_info: what is listed of each, [B, K + 1, ...].
       drafted: i32[B, K], the pending draft, -1 after its end; None unless a host masks rows.
+      masks: u32[B, K + 1, ceil(V / 32)] of the kept sets in `token_info`; None if none are listed.
+        They stay on the device unless a set has more tokens than ids: see `read_output`.
     """
 
     token_ids: jax.Array
@@ -111,8 +118,36 @@ class StepOutput(NamedTuple):
     origins: jax.Array
     finish: jax.Array
     metrics: Metrics
-    top_logprobs: TopLogprobs | None
+    token_info: TokenInfo
     drafted: jax.Array | None
+    masks: jax.Array | None = None
+
+    def info_at(self, slot: int, index: int) -> TokenInfo:
+        """Returns what is listed of one token, of NumPy arrays; its kept set with a mask if due."""
+        if not any(self.token_info):  # The usual case, of every token of a step.
+            return self.token_info
+        info = self.token_info.at(slot, index)
+        kept = info.kept_tokens
+        if kept is None or self.masks is None or kept.is_complete():
+            return info
+        return info._replace(kept_tokens=kept._replace(mask=self.masks[slot, index].copy()))
+
+
+def without_masks(output: StepOutput) -> StepOutput:
+    """Returns the part of an output that a host reads of every step."""
+    return output._replace(masks=None)
+
+
+def read_output(output: StepOutput) -> StepOutput:
+    """Returns a step's output as NumPy arrays; its masks only if a committed token needs one."""
+    on_host: StepOutput = jax.device_get(without_masks(output))
+    kept = on_host.token_info.kept_tokens
+    if kept is None or output.masks is None:
+        return on_host
+    is_new = np.arange(kept.num_kept.shape[1]) < np.asarray(on_host.num_tokens)[:, None]
+    if not np.any(is_new & ~np.asarray(kept.is_complete())):
+        return on_host
+    return on_host._replace(masks=jax.device_get(output.masks))
 
 
 # Caches of a prompt -------------------------------------------------------------------------------
@@ -165,6 +200,33 @@ def prefill_chunk(
         models = models._replace(drafter=None)
     *states, _ = read_chunk(models, *caches, token_ids, positions, rows=places)
     return PromptCaches(*states)
+
+
+@functools.partial(jax.jit, static_argnames="num_listed", donate_argnames="caches")
+def list_chunk(
+    models: Models,
+    caches: PromptCaches,
+    token_ids: jax.Array,
+    positions: jax.Array,
+    next_ids: jax.Array,
+    places: jax.Array | None = None,
+    *,
+    num_listed: int,
+) -> tuple[PromptCaches, TopLogprobs]:
+    """Returns the caches after a chunk, as `prefill_chunk`, and `TopLogprobs` of its next tokens.
+
+    Args:
+      models: as in `prefill_chunk`, as are the next three and `places`.
+      caches: before the chunk.
+      token_ids: i32[R, C].
+      positions: i32[R, C].
+      next_ids: i32[R, C], the token after each; -1 where none is listed.
+      places: i32[R], or None.
+      num_listed: most likely tokens that are listed for each.
+    """
+    *states, (hidden, _) = read_chunk(models, *caches, token_ids, positions, rows=places)
+    top = list_next_logprobs(models.target, hidden, next_ids, num_listed)
+    return PromptCaches(*states), top
 
 
 # Slots --------------------------------------------------------------------------------------------
@@ -255,7 +317,7 @@ def step_slots(
     masked = sampling
     if allowed is not None:
         masked = (SamplingParams() if sampling is None else sampling)._replace(allowed=allowed)
-    slots, _ = run_step(models, _with_sampling(slots, masked), options=options)
+    slots, info = run_step(models, _with_sampling(slots, masked), options=options)
     slots = _with_sampling(slots, sampling)
     index = before[:, None] + jnp.arange(count_rows(slots), dtype=jnp.int32)[None]
     index = jnp.minimum(index, slots.token_ids.shape[1] - 1)
@@ -263,6 +325,7 @@ def step_slots(
     def gather(buffer: jax.Array) -> jax.Array:
         return jax.vmap(lambda row, at: row[at])(buffer, index)
 
+    listed, masks = info.token_info.split_masks()
     output = StepOutput(
         token_ids=gather(slots.token_ids),
         num_tokens=slots.lengths - before,
@@ -270,8 +333,9 @@ def step_slots(
         origins=gather(slots.origins),
         finish=slots.finish,
         metrics=slots.metrics,
-        top_logprobs=jax.tree.map(gather, slots.top_logprobs),
+        token_info=listed,
         drafted=None if allowed is None else _pending_draft(slots),
+        masks=masks,
     )
     # The host reads the output after the next step has taken the slots' buffers.
     return slots, _with_own_buffers(output)

@@ -336,20 +336,22 @@ def _make_automaton(strings: tuple[str, ...]) -> _StopAutomaton:
     return automaton
 
 
-def check_stop(stop: str | Iterable[str], name: str = "stop") -> tuple[str, ...]:
+def check_stop(stop: str | Iterable[str] | None, name: str = "stop") -> tuple[str, ...]:
     """Returns stop strings as a tuple.
 
     Args:
-      stop: one string or several.
+      stop: one string or several; None is none.
       name: of the argument, for an error.
 
     Raises:
       ValueError: for an empty string, a value that is no string, and too many characters.
 
     Example:
-      >>> check_stop("end"), check_stop(["a", "b"])
-      (('end',), ('a', 'b'))
+      >>> check_stop("end"), check_stop(["a", "b"]), check_stop(None)
+      (('end',), ('a', 'b'), ())
     """
+    if stop is None:
+        return ()
     # The keys of a mapping are not meant as stop strings.
     is_many = isinstance(stop, Iterable) and not isinstance(stop, str | Mapping)
     strings: tuple[object, ...] = tuple(stop) if is_many else (stop,)

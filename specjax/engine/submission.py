@@ -7,15 +7,25 @@ has ended as "refused".
 """
 
 import math
+import operator
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from specjax.checks import as_array, check_count, check_keys, parse_array, parse_ids
+from specjax.checks import (
+    as_array,
+    check_count,
+    check_flag,
+    check_keys,
+    parse_array,
+    parse_ids,
+)
 from specjax.decode.capacity import pad_eos
 from specjax.decode.matchers import MatchedText, Matcher
+from specjax.engine.prompt_logprobs import PromptListing
 from specjax.engine.request import FinishReason, Request, Stepper
 from specjax.engine.slots import RequestSettings
 from specjax.engine.stop_strings import StoppedText, Tokenizer, check_stop
@@ -25,14 +35,18 @@ __all__ = [
     "CheckedRequest",
     "EngineLimits",
     "MAX_STOP_IDS",
+    "SampleArguments",
     "Submission",
+    "SubmitArguments",
     "check_request",
+    "check_timeout",
     "drop_batch_axis",
     "make_request",
 ]
 
 # Most stop ids of a request. Requests with fewer are padded, so that one program serves all.
 MAX_STOP_IDS = 16
+_NOISE = "{}; a request needs one of them, from which its noise follows."
 
 
 class EngineLimits(NamedTuple):
@@ -44,6 +58,7 @@ class EngineLimits(NamedTuple):
       sampling: the fields that requests may set, without a batch axis; None for none.
       tokenizer: the engine's, or None.
       takes_matchers: whether requests may have matchers.
+      prompt_logprobs: whether requests may list their prompts.
     """
 
     max_length: int
@@ -51,19 +66,41 @@ class EngineLimits(NamedTuple):
     sampling: SamplingParams | None
     tokenizer: Tokenizer | None
     takes_matchers: bool
+    prompt_logprobs: bool = False
 
 
 class Submission(NamedTuple):
     """Arguments of `Engine.submit`, unchecked."""
 
     prompt: object
-    key: jax.Array
+    key: jax.Array | None
     max_new_tokens: int | None = None
     temperature: object = 1.0
     eos_token_ids: object = ()
     sampling: SamplingParams | None = None
-    stop: str | Iterable[str] = ()
+    stop: str | Iterable[str] | None = ()
     matcher: Matcher | None = None
+    seed: int | None = None
+    prompt_logprobs: bool = False
+
+
+class SampleArguments(TypedDict, total=False):
+    """Arguments of `Engine.submit_samples` but for the first two."""
+
+    key: jax.Array | None
+    seed: int | None
+    max_new_tokens: int | None
+    temperature: Any
+    eos_token_ids: Any
+    sampling: SamplingParams | None
+    stop: str | Iterable[str] | None
+    prompt_logprobs: bool
+
+
+class SubmitArguments(SampleArguments, total=False):
+    """Arguments of `Engine.submit` but for the prompt."""
+
+    matcher: Matcher | None
 
 
 class CheckedRequest(NamedTuple):
@@ -75,6 +112,7 @@ class CheckedRequest(NamedTuple):
       stop: the stop strings.
       error: a sentence why the request is refused, or None.
       matched: a matcher that has read nothing, or None.
+      listing: of the prompt, empty; None if it is not listed.
     """
 
     token_ids: np.ndarray
@@ -82,6 +120,7 @@ class CheckedRequest(NamedTuple):
     stop: tuple[str, ...]
     error: str | None
     matched: MatchedText | None
+    listing: PromptListing | None = None
 
 
 def check_request(submission: Submission, limits: EngineLimits) -> CheckedRequest:
@@ -100,7 +139,7 @@ def check_request(submission: Submission, limits: EngineLimits) -> CheckedReques
         max_length = min(max_length, ids.size + max_new_tokens)
     settings = RequestSettings(
         sample=np.int32(-1),
-        keys=_check_key(submission.key),
+        keys=_check_key(submission.key, submission.seed),
         temperature=_check_temperature(submission.temperature),
         prompt_lengths=np.int32(ids.size),
         max_lengths=np.int32(max_length),
@@ -114,7 +153,8 @@ def check_request(submission: Submission, limits: EngineLimits) -> CheckedReques
             "stop is given, and the engine has no tokenizer to make text with; give one to Engine, "
             "or eos_token_ids."
         )
-    return CheckedRequest(ids, settings, strings, error, matched)
+    listing = PromptListing(ids) if _check_listed(submission.prompt_logprobs, limits) else None
+    return CheckedRequest(ids, settings, strings, error, matched, listing)
 
 
 def make_request(checked: CheckedRequest, limits: EngineLimits, stepper: Stepper) -> Request:
@@ -130,10 +170,28 @@ def make_request(checked: CheckedRequest, limits: EngineLimits, stepper: Stepper
     context = ids if checked.error is None else []
     text = None if tokenizer is None else StoppedText(tokenizer, context, checked.stop)
     max_new_tokens = int(checked.settings.max_lengths) - len(ids)
-    request = Request(ids, max_new_tokens, text, stepper, checked.matched)
+    request = Request(ids, max_new_tokens, text, stepper, checked.matched, checked.listing)
     if checked.error is not None:
         request.end(FinishReason.REFUSED, checked.error)
     return request
+
+
+def check_timeout(timeout: float | None) -> float:
+    """Returns a timeout in seconds; infinity for None.
+
+    Raises:
+      ValueError: for what is no number > 0.
+
+    Example:
+      >>> check_timeout(3), check_timeout(None)
+      (3.0, inf)
+    """
+    if timeout is None:
+        return math.inf
+    is_number = isinstance(timeout, int | float) and not isinstance(timeout, bool)
+    if not is_number or not timeout > 0:
+        raise ValueError(f"timeout is {timeout!r}; it needs seconds, a number > 0, or None.")
+    return float(timeout)
 
 
 def _check_prompt(
@@ -162,10 +220,34 @@ def _check_prompt(
     return ids.astype(np.int32), None
 
 
-def _check_key(key: jax.Array) -> jax.Array:
+def _check_key(key: jax.Array | None, seed: int | None) -> jax.Array:
+    """Returns the key, or the one that `seed` makes:
+
+        [seed >> 32, seed & 0xffffffff]    u32[2], of seed modulo 2 ** 64
+
+    `jax.random.key(seed)` is this key with 64-bit types; without, it drops the high word.
+    """
+    if key is None:
+        if seed is None:
+            raise ValueError(_NOISE.format("neither key nor seed is given"))
+        number = _check_seed(seed) % 2**64
+        words = np.array([number >> 32, number % 2**32], np.uint32)
+        return jax.random.wrap_key_data(jnp.asarray(words), impl="threefry2x32")
+    if seed is not None:
+        raise ValueError(_NOISE.format("key and seed are both given"))
     if getattr(key, "shape", ()) != ():
         raise ValueError(f"key has shape {key.shape}; a request needs one key, ().")
     return check_keys(key, 1, "key")
+
+
+def _check_seed(seed: int) -> int:
+    try:
+        number = operator.index(seed)
+    except TypeError:
+        number = None
+    if number is None or isinstance(seed, bool) or not -(2**63) <= number < 2**63:
+        raise ValueError(f"seed is {seed!r}; it needs a Python int in [-2**63, 2**63).")
+    return number
 
 
 def _check_temperature(value: object) -> np.ndarray:
@@ -191,6 +273,16 @@ def _check_matcher(matcher: Matcher, limits: EngineLimits) -> MatchedText:
     matched = MatchedText(matcher, limits.vocab_size, "the request")
     matched.mask()  # Refuses a matcher of another vocabulary.
     return matched
+
+
+def _check_listed(prompt_logprobs: bool, limits: EngineLimits) -> bool:
+    """Returns whether a prompt is listed, or refuses that of an engine that cannot."""
+    if check_flag("prompt_logprobs", prompt_logprobs) and not limits.prompt_logprobs:
+        raise ValueError(
+            "prompt_logprobs is True, and the engine was made without; it needs "
+            "options=LoopOptions(num_logprobs=..., prompt_logprobs=True)."
+        )
+    return prompt_logprobs
 
 
 # Sampling parameters ------------------------------------------------------------------------------
@@ -228,7 +320,8 @@ def _check_sampling(
     The grammar is left out: requests share the engine's.
 
     Raises:
-      ValueError: for a field that the engine was not made with, or one of another shape.
+      ValueError: for a field that the engine was not made with, one of another shape, and a value
+        out of its range.
     """
     if isinstance(sampling, SamplingParams) and sampling.grammar is not None:
         raise ValueError(
@@ -247,6 +340,15 @@ def _check_sampling(
                 "with the value of requests that do not set it."
             )
         fields[name] = _check_field(name, value, fields[name])
+    for name, value in fields.items():
+        _check_range(name, value)
+    if defaults is not None and "grammar_state" in fields:
+        num_states = len(defaults.grammar.next_states)
+        if fields["grammar_state"] >= num_states:
+            raise ValueError(
+                f"sampling.grammar_state is {fields['grammar_state']}; the engine's grammar has "
+                f"the states 0 to {num_states - 1}, and -1 is no grammar."
+            )
     return SamplingParams(**fields) if fields else None
 
 
@@ -262,3 +364,16 @@ def _check_field(name: str, value: np.ndarray, default: np.ndarray) -> np.ndarra
             f"{default.dtype}{list(default.shape)}, and all requests need that."
         )
     return value
+
+
+def _check_range(name: str, value: np.ndarray) -> None:
+    """Refuses a number out of the range of its field, and a bias that is no number."""
+    field = FIELDS[name]
+    if field.parse is not None:
+        if name == "bias" and np.isnan(value).any():
+            token = int(np.argmax(np.isnan(value)))
+            raise ValueError(f"sampling.bias is nan at token {token}; it needs numbers.")
+        return
+    is_in_range = np.isfinite(value) and field.lowest <= value <= field.highest
+    if not is_in_range or (field.is_positive and value <= 0):
+        raise ValueError(f"sampling.{name} is {value}; it needs {field.needed}.")

@@ -20,16 +20,16 @@ from jax.experimental import pallas as pl
 
 from specjax.call_arrays import FlatBatch
 from specjax.core.gumbel_max import token_logprobs
-from specjax.core.logsumexp import LogNormalizer, row_statistics
+from specjax.core.logsumexp import LogNormalizer
 from specjax.core.noise import Stream
-from specjax.pallas.blocks import Partials, load_blocks, load_maxima, load_padded
+from specjax.pallas.blocks import Partials, load_blocks, load_maxima, load_padded, load_tiles
 from specjax.pallas.gumbel_max import BlockNoise, Draw, draw_row_noise, draw_row_token
 from specjax.pallas.kernel_config import next_power_of_2
 from specjax.pallas.launch import divmod_i32, is_last_arrival, output, reduce_where
 from specjax.pallas.load_request import Request, Schedule, load_masked, load_request
 from specjax.pallas.next_token import AcceptedPrefix, load_accepted_prefix, write_result
 from specjax.pallas.reduce_rows import ReducedRows, reduce_rows
-from specjax.pallas.target_rows import AcceptanceResult, VerifiedRows, accept_rows
+from specjax.pallas.target_rows import AcceptanceResult, VerifiedRows, accept_rows, normalize
 from specjax.types import Verification
 
 __all__ = ["coupled_draw_kernel", "coupled_write_kernel", "draw_and_compare", "verify_coupled"]
@@ -120,9 +120,12 @@ def _draw_row(
             noise = BlockNoise(
                 address, jnp.int32(0), load_padded(gumbels, index, 0), schedule.threefry
             )
-        statistics = row_statistics(blocks, request.temperature.scale)
-        log_sum = jnp.where(statistics.valid, statistics.normalizer.log_sum, jnp.nan)
-        normalizer = statistics.normalizer._replace(log_sum=log_sum)
+        if schedule.options.implementation.row_invariant:
+            # By tiles, as a request without drafts is normalized.
+            tiles = load_tiles(partials, jnp.reshape(index, (1,)), jnp.ones((1,), bool))
+            normalizer = jax.tree.map(jnp.sum, normalize(tiles, request.temperature.scale)[0])
+        else:
+            normalizer, _ = normalize(blocks, request.temperature.scale)
         row = request.row(i, normalizer)
         return normalizer, *draw_row_token(row, blocks, greedy, noise)
 

@@ -115,7 +115,7 @@ def residual_mass_kernel(
     """Writes log sum max(p - q, 0), or (m, l) of a rule's weights, per block of a residual's tile.
 
     Grid: B * tiles programs of 8 warps; one owns a tile of 16384 tokens, of the target row that
-    rejected and of its draft row. With a rule and B <= 16 as in `residual_draw_kernel`.
+    rejected and of its draft row. With a rule and a small batch as in `residual_draw_kernel`.
     Bytes per request that rejected a sampled draft, or by a rule a draft of either kind:
     2 V * itemsize read, half without draft logits; V / 128 * 4 written, with a rule V / 128 * 8.
     Other requests: scalars.
@@ -178,7 +178,7 @@ def residual_last_draw_kernel(
 
     Formula: that of `residual_mass_kernel`, then that of `verify_draw_kernel`.
     Grid: B * tiles programs of 8 warps; one owns a tile of 16384 tokens, of the target row that
-    rejected and of its draft row. With a rule and B <= 16 as in `residual_draw_kernel`.
+    rejected and of its draft row. With a rule and a small batch as in `residual_draw_kernel`.
     Bytes per request: those of the two kernels. A greedy request's program 0 reads the maxima of
     its deciding row's tiles, and the others read its temperature alone.
     Why one launch: calls without greedy log-probabilities are mostly of greedy requests. These have

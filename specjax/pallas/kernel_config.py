@@ -1,7 +1,7 @@
 """Sizes of the kernels' tiles and warps, each with its reason."""
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from specjax.checks import check_count
 from specjax.core.noise import SAMPLING_BLOCK
@@ -33,6 +33,8 @@ class Tile(NamedTuple):
 
 
 _MAX_WARPS, _MAX_SEARCH_PROGRAMS = 32, 16
+# Most programs of target rows that have 8 warps; more have 4.
+_MAX_WIDE_PROGRAMS = 4608
 _TILES = ("row", "target", "residual", "buffer_search", "row_search")
 _WARPS = ("num_draw_warps", "num_search_warps", "num_judge_warps")
 _POWERS_OF_2 = (
@@ -43,7 +45,7 @@ _POWERS_OF_2 = (
 _COUNTS = {
     "num_search_programs": 1,
     "num_judge_programs": 1,
-    "max_small_batch": 0,
+    "max_small_programs": 0,
     "num_buffered_logits": 1,
     "max_reread": 0,
 }
@@ -101,7 +103,8 @@ class KernelConfig:
         1; None chooses.
       num_bound_groups: groups into which the judging program deals a row's blocks, a power of two.
         It reads the heaviest block of each group.
-      max_small_batch: requests up to which all target rows are read at once.
+      max_small_programs: tiles of all target rows, up to which they are all read at once; two
+        fifths of it without log-probabilities of greedy requests.
       num_noise_splits: programs per row that make the noise of its blocks, in `gumbel_sample` and
         small batches of coupled sampling. A power of two, at most the padded number of blocks.
         0 leaves the noise to the draw; None chooses.
@@ -128,7 +131,7 @@ class KernelConfig:
     num_judge_warps: int | None = None
     num_judge_programs: int | None = None
     num_bound_groups: int = 32
-    max_small_batch: int = 16
+    max_small_programs: int = 2560
     num_noise_splits: int | None = None
     num_register_logits: int = 2048
     num_buffered_logits: int = 32768
@@ -155,6 +158,24 @@ class KernelConfig:
                 f"{_MAX_SEARCH_PROGRAMS} programs a row."
             )
 
+    def for_row_invariance(self) -> Self:
+        """Returns the sizes with which a row's bits depend neither on a batch nor on its draft.
+
+        A sum's order follows from its tile, the program's warps and the programs that share it.
+        """
+        tile = Tile(8192, 8)
+        return dataclasses.replace(
+            self,
+            row=tile,
+            target=tile,
+            residual=tile,
+            num_search_programs=1,
+            num_judge_warps=8,
+            num_judge_programs=1,
+            max_small_programs=0,
+            num_noise_splits=0,
+        )
+
     def reduce_tile(self, num_rows: int, vocab_size: int) -> Tile:
         """Returns the tile of `gumbel_sample`, `logit_cutoff` and draft rows without statistics.
 
@@ -163,15 +184,16 @@ class KernelConfig:
         """
         return self.row or Tile(_limit(4096 if num_rows <= 16 else 16384, vocab_size), 8)
 
-    def target_tile(self, num_requests: int, vocab_size: int) -> Tile:
+    def target_tile(self, num_rows: int, vocab_size: int) -> Tile:
         """Returns the tile of target rows.
 
-        In a large batch programs have 4 warps, so that more of them fit a multiprocessor.
+        Many programs have 4 warps, so that more of them fit a multiprocessor.
         """
-        num_warps = 8 if self.is_small_batch(num_requests) else 4
-        return self.target or Tile(_limit(8192, vocab_size), num_warps)
+        size = _limit(8192, vocab_size)
+        num_warps = 8 if num_rows * -(-vocab_size // size) <= _MAX_WIDE_PROGRAMS else 4
+        return self.target or Tile(size, num_warps)
 
-    def residual_tile(self, num_requests: int, vocab_size: int) -> Tile:
+    def residual_tile(self, num_requests: int, vocab_size: int, is_small_batch: bool) -> Tile:
         """Returns the tile of a residual.
 
         8 requests get about two programs per multiprocessor; larger batches get larger tiles.
@@ -180,9 +202,9 @@ class KernelConfig:
             return self.residual
         if num_requests <= 8:
             return Tile(_limit(4096, vocab_size), 4)
-        return Tile(_limit(8192 if self.is_small_batch(num_requests) else 16384, vocab_size), 8)
+        return Tile(_limit(8192 if is_small_batch else 16384, vocab_size), 8)
 
-    def split_residual_tile(self, num_requests: int, width: int) -> Tile:
+    def split_residual_tile(self, num_requests: int, width: int, is_small_batch: bool) -> Tile:
         """Returns the tile of a residual of which a device has `width` tokens.
 
         Each program that draws reads its request's judgement. The largest tiles that give each
@@ -191,17 +213,17 @@ class KernelConfig:
         widest = Tile(32768, 8)
         if self.residual is None and num_requests * (width // widest.size) >= 256:
             return widest
-        return self.residual_tile(num_requests, width)
+        return self.residual_tile(num_requests, width, is_small_batch)
 
-    def block_residual_tile(self, num_requests: int, vocab_size: int) -> Tile:
+    def block_residual_tile(self, num_requests: int, vocab_size: int, is_small_batch: bool) -> Tile:
         """Returns the tile of a residual of block verification.
 
         In a large batch a program reads the residuals of a request one after the other. Smaller
         tiles share that work among more programs.
         """
-        if self.residual is None and not self.is_small_batch(num_requests):
+        if self.residual is None and not is_small_batch:
             return Tile(_limit(8192, vocab_size), 8)
-        return self.residual_tile(num_requests, vocab_size)
+        return self.residual_tile(num_requests, vocab_size, is_small_batch)
 
     def buffer_search_tile(self) -> Tile:
         """Returns the tile of a cutoff that is searched among buffered logits."""
@@ -252,28 +274,31 @@ class KernelConfig:
             return self.num_noise_splits
         return max(1, num_blocks // 256) if num_rows <= 128 else 0
 
-    def judge_warps(self, num_requests: int) -> int:
+    def judge_warps(self, is_small_batch: bool) -> int:
         """Returns the warps of the program that judges a request of block verification.
 
         In a small batch it reads no logits.
         """
-        return self.num_judge_warps or (1 if self.is_small_batch(num_requests) else 8)
+        return self.num_judge_warps or (1 if is_small_batch else 8)
 
-    def judge_programs(self, num_requests: int, max_draft_tokens: int) -> int:
+    def judge_programs(self, num_requests: int, max_draft_tokens: int, is_small_batch: bool) -> int:
         """Returns the programs that judge a request together, of block verification.
 
         Each bounds some of the request's open prefixes. An H200 runs 264 of them at once.
         """
         if self.num_judge_programs is not None:
             return self.num_judge_programs
-        if self.is_small_batch(num_requests):
+        if is_small_batch:
             return 1
         return max(1, min(max_draft_tokens, 256 // num_requests))
 
-    def is_small_batch(self, num_requests: int) -> bool:
+    def is_small_batch(self, num_programs: int, greedy_logprobs: bool) -> bool:
         """Returns whether a batch is small: all its target rows run at about the same time.
 
         Then no row can be skipped: all are read at once. Each program draws from its tile of a
-        residual, and the last to arrive compares the tiles' winners, which saves a launch.
+        residual, and the last to arrive compares the tiles' winners, which saves a launch. Without
+        log-probabilities of greedy requests, a large batch decides by maxima alone, which pays
+        from fewer programs on.
         """
-        return num_requests <= self.max_small_batch
+        most = self.max_small_programs
+        return num_programs <= (most if greedy_logprobs else most * 2 // 5)

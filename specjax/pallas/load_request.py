@@ -45,6 +45,7 @@ class Schedule(NamedTuple):
       num_requests: B.
       options: of the call.
       tile: the share of a row that one program reduces.
+      is_small_batch: of the call, by `KernelConfig.is_small_batch`.
       log_weights: of a rule, from (prefix, token ids, log p) to log-weights of the token in place
         of a rejected one; None for max(p - q, 0).
       has_bonus_rows: whether the row after a request's last drafted token is reduced, too.
@@ -53,6 +54,7 @@ class Schedule(NamedTuple):
     num_requests: int
     options: CallOptions
     tile: Tile
+    is_small_batch: bool
     log_weights: Callable[..., jax.Array] | None = None
     has_bonus_rows: bool = True
 
@@ -85,11 +87,6 @@ class Schedule(NamedTuple):
     def config(self) -> KernelConfig:
         """Returns the sizes of the kernels."""
         return self.options.implementation.config(KernelConfig)
-
-    @property
-    def is_small_batch(self) -> bool:
-        """Returns whether the schedule is that of a small batch, `KernelConfig.is_small_batch`."""
-        return self.config.is_small_batch(self.num_requests)
 
     def vocab_size(self, arrays: FlatBatch) -> int:
         """Returns V, of all devices together."""

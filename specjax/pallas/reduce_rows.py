@@ -84,14 +84,14 @@ def verify_reduce_kernel(
 ) -> None:
     """Writes m_i = max x and l_i = sum exp((x - m_i) / τ) of every block of a tile of a target row.
 
-    Grid: B * (K + 1) * tiles programs of 8 warps, of 4 with B > 16; one owns a tile of 8192 logits
-    of one row. For coupled sampling B * (K + 1) * num_splits more come first; one makes the Gumbels
-    of a share of a row's blocks.
+    Grid: B * (K + 1) * tiles programs of 8 warps, of 4 if there are many; one owns a tile of 8192
+    logits of one row. For coupled sampling B * (K + 1) * num_splits more come first; one makes the
+    Gumbels of a share of a row's blocks.
     Bytes per row: V * itemsize read; V / 128 * 8 + tiles * 12 written, and V / 128 * 4 or 8 of
-    Gumbels. Rows past a request's bonus row are not read. Block verification with B > 16 does not
-    read the bonus row either (`block.bonus_row`).
-    Why all other rows: with B <= 16 all rows run at about the same time, and a rejection would come
-    too late to save a read. Block verification needs every row with a draft.
+    Gumbels. Rows past a request's bonus row are not read. Block verification of a large batch does
+    not read the bonus row either (`block.bonus_row`).
+    Why all other rows: in a small batch all rows run at about the same time, and a rejection would
+    come too late to save a read. Block verification needs every row with a draft.
     Memory order: the programs of this launch do not wait for one another. The first program of a
     request zeroes the counter of the next launch, which begins to load after this one has ended.
     For coupled sampling on Hopper every program first triggers that launch (PDL): its programs are

@@ -24,7 +24,7 @@ from jax.experimental.pallas import triton as plgpu
 from specjax.call_arrays import FlatBatch
 from specjax.core.acceptance import accept_greedy, accept_random, accept_synthetic
 from specjax.core.gumbel_max import first_argmax, token_logprobs
-from specjax.core.logsumexp import LogNormalizer, row_statistics
+from specjax.core.logsumexp import LogNormalizer, MaxSum, row_statistics
 from specjax.core.noise import Stream, uniform
 from specjax.core.subnormal import flush_subnormals, largest_equal
 from specjax.pallas.blocks import (
@@ -55,6 +55,7 @@ __all__ = [
     "accept_rows",
     "evaluate_acceptance",
     "is_decided_by_tiles",
+    "normalize",
     "verify_accept_kernel",
 ]
 
@@ -118,10 +119,7 @@ def evaluate_acceptance(request: Request, i: jax.Array, partials: Partials) -> A
         logit = load_drafted_logits(request, i, drafted.token_id, has_draft)
         address = request.address(i, Stream.accept(i))
         u = uniform(address, jnp.zeros_like(i, jnp.uint32), schedule.noise_dtype, schedule.threefry)
-    statistics = row_statistics(tiles, jnp.broadcast_to(scale, i.shape))
-    normalizer = statistics.normalizer._replace(
-        log_sum=jnp.where(statistics.valid, statistics.normalizer.log_sum, jnp.nan)
-    )
+    normalizer, is_valid = normalize(tiles, scale)
     # If the request is not greedy, this loads uninitialized memory, which nothing uses.
     best_tile = first_argmax(flush_subnormals(tiles.max))
     argmax = load_masked(partials.tile_argmax, (index, best_tile), exists).astype(jnp.int32)
@@ -138,8 +136,23 @@ def evaluate_acceptance(request: Request, i: jax.Array, partials: Partials) -> A
         rate = load_masked(arrays.conditional_rates, (request.b, i), has_draft)
         inside = (drafted.token_id >= 0) & (drafted.token_id < schedule.vocab_size(arrays))
         accepted = inside & accept_synthetic(u, rate)
-    accepted = accepted & has_draft & statistics.valid
+    accepted = accepted & has_draft & is_valid
     return AcceptanceResult(normalizer, logprobs, argmax, accepted, drafted)
+
+
+def normalize(tiles: MaxSum, scale: jax.Array) -> tuple[LogNormalizer, jax.Array]:
+    """Returns the normalizer of rows [R] by their tiles, its `log_sum` NaN of invalid rows.
+
+    Args:
+      tiles: f32[R, tiles], from `load_tiles`.
+      scale: f32, one over the temperature.
+
+    Returns:
+      The normalizer, and bool[R], whether a row is valid.
+    """
+    normalizer, valid = row_statistics(tiles, jnp.broadcast_to(scale, tiles.max.shape[:-1]))
+    log_sum = jnp.where(valid, normalizer.log_sum, jnp.nan)
+    return normalizer._replace(log_sum=log_sum), valid
 
 
 # Evaluates rows i32[R] of a request, as `evaluate_acceptance`; one in `verify_accept_kernel`.
@@ -178,8 +191,8 @@ def verify_accept_kernel(
 
     Formula: m_i = max x, l_i = sum exp((x - m_i) / τ) per block. Then `evaluate` accepts the
     drafted token x if u < p(x) / q(x), if a rule does, or if the row draws x (`draw_and_compare`).
-    Grid: (K + 1) * B * tiles programs of 4 warps, of 8 with B <= 16, row 0 of all requests first;
-    one owns a tile of 8192 logits of one row.
+    Grid: (K + 1) * B * tiles programs of 8 warps, of 4 if there are many, row 0 of all requests
+    first; one owns a tile of 8192 logits of one row.
     Bytes per row: V * itemsize read, once more for each of the entropy and the rank that a rule
     names; V / 128 * 8 + tiles * 12 + 16 written. A program of a row past the published stop reads
     its request's scalars alone.

@@ -60,7 +60,13 @@ def verify_rows(inputs: VerifyInputs, options: CallOptions) -> Verification:
     config = options.implementation.config(KernelConfig)
     num_requests, vocab_size = inputs.temperature.shape[0], inputs.target_logits.shape[-1]
     # A schedule is of one launch: each later launch replaces what differs, such as the tile.
-    schedule = Schedule(num_requests, options, config.target_tile(num_requests, vocab_size))
+    num_rows = num_requests * (options.max_draft_tokens + 1)
+    tile = config.target_tile(num_rows, vocab_size)
+    is_small_batch = config.is_small_batch(
+        num_rows * tile.num_tiles(vocab_size), not options.skips_greedy_sums
+    )
+    schedule = Schedule(num_requests, options, tile, is_small_batch)
+    size = (num_requests, vocab_size, is_small_batch)
     split = options.split
     # With K = 0 a request has one row. Every rule draws from it, by the standard rule's launches.
     arrays = FlatBatch.from_inputs(inputs)
@@ -76,18 +82,18 @@ def verify_rows(inputs: VerifyInputs, options: CallOptions) -> Verification:
         )
         arrays = add_draft_statistics(arrays, schedule._replace(tile=tile))
     if split is not None:
-        tile = config.split_residual_tile(num_requests, vocab_size)
+        tile = config.split_residual_tile(*size)
         return verify_split(arrays, schedule, split, tile)
     # Without logits drafts are one-hot: block verification accepts them as the standard rule does.
     if options.rule == BLOCK and arrays.draft_logits is not None:
-        return verify_block(arrays, schedule, config.block_residual_tile(num_requests, vocab_size))
+        return verify_block(arrays, schedule, config.block_residual_tile(*size))
     rows: ReducedRows | VerifiedRows
     if options.custom_rule is not None:  # A `Rule` of functions, and K > 0.
         rows = accept_rows(arrays, schedule, evaluate_by_rule)
         schedule = schedule._replace(log_weights=log_weights_by_rule)
     else:
         rows = (reduce_rows if schedule.is_small_batch else accept_rows)(arrays, schedule)
-    tile = config.residual_tile(num_requests, vocab_size)
+    tile = config.residual_tile(*size)
     return emit_tokens(arrays, rows, schedule._replace(tile=tile))
 
 

@@ -5,6 +5,7 @@ rules, padding, the engine and compiled programs read the table. A new penalty i
 entry here, and a function in `logit_rules`.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -116,6 +117,8 @@ class SamplingField(NamedTuple):
       reads_prompt: whether a penalty reads the prompt, too.
       is_positive: whether a penalty has to be above 0.
       is_shared: whether all requests always have the same value.
+      lowest: the least value of a number that an engine takes from a request.
+      highest: the greatest.
     """
 
     rank: int = 0
@@ -125,6 +128,20 @@ class SamplingField(NamedTuple):
     reads_prompt: bool = False
     is_positive: bool = False
     is_shared: bool = False
+    lowest: float = -math.inf
+    highest: float = math.inf
+
+    @property
+    def needed(self) -> str:
+        """What a number of the field has to be, in words, for an error."""
+        kind = "an integer" if self.dtype == jnp.int32 else "a finite number"
+        if self.is_positive:
+            return f"{kind} > 0"
+        if math.isinf(self.lowest):
+            return kind
+        if math.isinf(self.highest):
+            return f"{kind} >= {self.lowest:g}"
+        return f"{kind} in [{self.lowest:g}, {self.highest:g}]"
 
 
 def parse_sampling(
@@ -258,9 +275,9 @@ def read_draft_sampling(sampling: Any, size: int, greedy: bool) -> tuple[Samplin
 
 
 FIELDS = {
-    "top_k": SamplingField(dtype=jnp.int32),
-    "top_p": SamplingField(dtype=jnp.float32),
-    "min_p": SamplingField(dtype=jnp.float32),
+    "top_k": SamplingField(dtype=jnp.int32, lowest=-1),
+    "top_p": SamplingField(dtype=jnp.float32, lowest=0, highest=1),
+    "min_p": SamplingField(dtype=jnp.float32, lowest=0, highest=1),
     "repetition_penalty": SamplingField(
         dtype=jnp.float32, is_penalty=True, reads_prompt=True, is_positive=True
     ),
@@ -270,5 +287,5 @@ FIELDS = {
     "allowed": SamplingField(rank=1, parse=_parse_allowed),
     "bad_words": SamplingField(rank=2, parse=_parse_bad_words),
     "grammar": SamplingField(parse=_parse_grammar, is_shared=True),
-    "grammar_state": SamplingField(dtype=jnp.int32),
+    "grammar_state": SamplingField(dtype=jnp.int32, lowest=-1),
 }

@@ -193,19 +193,6 @@ def test_bfloat16_rows_are_not_copied_in_float32():
     assert not any("4x640xf32" in line for line in listing)
 
 
-def test_a_logprobs_config_travels_through_an_export():
-    asked = logprobs.check_logprobs_config(3, "processed")
-
-    def run(asked, x):
-        return x * asked.num, asked
-
-    exported = jax.export.export(jax.jit(run))(asked, jnp.ones(2))
-    again = jax.export.deserialize(exported.serialize())
-    tripled, back = again.call(asked, jnp.ones(2))
-    assert back == asked
-    np.testing.assert_array_equal(tripled, 3)
-
-
 @pytest.mark.parametrize(
     ("arguments", "options", "words"),
     [

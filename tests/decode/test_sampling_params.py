@@ -355,7 +355,7 @@ def test_without_parameters_nothing_is_carried():
     init = functools.partial(specjax.init, bigrams.model(TARGET), None, PROMPTS)
     state = jax.eval_shape(functools.partial(init, max_new_tokens=1), keys=bigrams.keys(4))
     assert state.counts is state.top_logprobs is state.settings.sampling is None
-    assert state.settings.logprobs is None
+    assert state.settings.token_info is None
 
 
 def greedy_text(b, **rules):

@@ -21,6 +21,7 @@ import specjax
 from specjax import Engine, SamplingParams, SpeculativeConfig
 from specjax.decode.memory import MemoryNeeds, devices_of
 from specjax.decode.metrics import Metrics
+from specjax.decode.token_info import TokenInfo
 from specjax.engine import slots
 from specjax.engine.engine import resolve_speculation
 from specjax.engine.prefill_batch import PrefillBatch
@@ -536,7 +537,7 @@ def test_nan_in_the_logits_of_one_request_ends_it_alone():
         ({"stop": ""}, "not empty"),
         ({"stop": "b"}, "no tokenizer"),
         ({"stop": ["ab"] * 8193}, "stop has 16386 characters in 8193 strings"),
-        ({"stop": None}, "stop is None"),
+        ({"key": None}, "neither key nor seed is given"),
         ({"sampling": SamplingParams(min_p=0.1)}, "sampling=SamplingParams\\(min_p=...\\)"),
         ({"sampling": SamplingParams(grammar=GRAMMAR)}, "sampling.grammar is given"),
         ({"sampling": SamplingParams(grammar_state=0)}, "grammar_state is given without"),
@@ -552,14 +553,12 @@ def test_a_wrong_argument_is_refused(change, words):
     assert engine.num_waiting == 0
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [({"stops": "a"}, "unexpected keyword argument 'stops'"), ({}, "missing .* argument: 'key'")],
-)
-def test_samples_name_an_option_that_is_wrong(options, words):
-    key = {"key": KEYS[0]} if options else {}
-    with pytest.raises(TypeError, match=words):
-        plain_engine().submit_samples(2, [1], **key, **options)
+def test_samples_name_an_option_that_is_wrong():
+    engine = plain_engine()
+    with pytest.raises(TypeError, match="unexpected keyword argument 'stops'"):
+        engine.submit_samples(2, [1], key=KEYS[0], stops="a")
+    with pytest.raises(ValueError, match="neither key nor seed is given"):
+        engine.submit_samples(2, [1])
 
 
 def test_the_queue_is_bounded():
@@ -642,7 +641,7 @@ def test_a_text_ends_once_if_another_thread_aborts_it_meanwhile(is_added_first):
 
     request = Request([0], 9, StoppedText(Slow(), [0], ("da",)), None)
     ones, metrics = np.ones((1, 2), np.int8), Metrics(*np.zeros((len(Metrics._fields), 1)))
-    output = StepOutput(np.array([[1, 3]]), [2], ones, ones, [0], metrics, None, None)
+    output = StepOutput(np.array([[1, 3]]), [2], ones, ones, [0], metrics, TokenInfo(), None)
     calls = [lambda: request.end("aborted"), lambda: request.add(output, 0)]
     if not is_added_first:
         calls.reverse()

@@ -34,3 +34,17 @@ def test_requests_end_as_asked_with_greedy_texts_of_the_target():
         FinishReason.END_OF_SEQUENCE,
         FinishReason.LENGTH,
     ]
+
+
+@pytest.mark.lenient
+def test_a_thread_serves_an_engine_and_counts_in_the_words_of_openai():
+    # The token after 0 is 1, and the other way round.
+    chain = markov_chain(np.array([[0.1, 0.9], [0.9, 0.1]]))
+    options = specjax.LoopOptions(max_length=8, prefill_chunk_size=4)
+    with specjax.AsyncEngine(specjax.Engine(chain, None, num_slots=1, options=options)) as server:
+        stream = server.submit([0], seed=0, temperature=0, eos_token_ids=1)
+        assert isinstance(stream, specjax.RequestStream)
+        chunks = list(stream)
+    assert [chunk.token_ids for chunk in chunks] == [[1]]
+    assert specjax.openai_finish_reason(chunks[-1].finish_reason) == "stop"
+    assert chunks[-1].usage == specjax.Usage(prompt_tokens=1, completion_tokens=1)

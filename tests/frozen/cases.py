@@ -18,11 +18,12 @@ from specjax import Draft, Options, RaggedDraft, SamplingParams, SpeculativeConf
 from specjax.core import rules
 from specjax.implementation import DeviceFacts, Implementation
 from specjax.models import RopeScaling, TransformerConfig, build, causal_hidden
+from specjax.pallas.kernel_config import KernelConfig
 
 F32, I32, BF16 = jnp.float32, jnp.int32, jnp.bfloat16
 TRITON = Options(implementation="triton")
 K, VOCAB, DRAFT_VOCAB = 3, 5000, 2000
-SMALL, LARGE = 4, 40  # Below and above the batch at which the kernels' schedule changes.
+SMALL, LARGE = 4, 40  # Below and above the batch at which the kernels' schedule changes here.
 CPU, CUDA = "cpu", "cuda"
 
 
@@ -66,7 +67,7 @@ def context(case):
 def implementation(platform):
     """The kernels, or plain JAX with what it would run on the GPU of a machine that has one."""
     if platform == CUDA:
-        return "triton"
+        return Implementation("triton", (KernelConfig(max_small_programs=SMALL * (K + 1)),))
     return Implementation("xla", device=DeviceFacts((8.0,)))
 
 

@@ -189,7 +189,7 @@ def test_requests_that_devices_do_not_divide_keep_their_own_options():
         "temperature": np.array([1.0, 0.0, 0.7], np.float32),
         "sampling": sampling,
     }
-    options = specjax.LoopOptions(max_length=20, num_logprobs=2)
+    options = specjax.LoopOptions(max_length=20, num_logprobs=2, max_kept_tokens=64)
     static = {"config": specjax.SpeculativeConfig(num_speculative_tokens=2), "options": options}
 
     prompts = np.full((3, 4), 5), np.array([2, 4, 3])

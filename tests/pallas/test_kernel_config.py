@@ -19,7 +19,7 @@ from specjax.pallas.kernel_config import KernelConfig, Tile
         ({"num_noise_splits": 3}, "num_noise_splits is 3; it needs a power of two >= 1."),
         ({"num_register_logits": 2.0**11}, "num_register_logits is 2048.0; it needs a Python int"),
         ({"num_search_programs": 17}, "num_search_programs is 17; it needs at most 16 programs"),
-        ({"max_small_batch": -1}, "max_small_batch is -1; it needs a Python int >= 0"),
+        ({"max_small_programs": -1}, "max_small_programs is -1; it needs a Python int >= 0"),
     ],
 )
 def test_a_size_that_no_kernel_could_have_is_refused(field, message):
@@ -28,7 +28,7 @@ def test_a_size_that_no_kernel_could_have_is_refused(field, message):
 
 
 def test_the_least_and_the_largest_sizes_are_taken():
-    least = KernelConfig(row=Tile(128, 1), num_noise_splits=0, max_small_batch=0, max_reread=0)
+    least = KernelConfig(row=Tile(128, 1), num_noise_splits=0, max_small_programs=0, max_reread=0)
     assert least.reduce_tile(1, 10**5) == Tile(128, 1)
     assert KernelConfig(num_draw_warps=32, num_search_programs=16).search_programs(1) == 16
 
@@ -38,6 +38,6 @@ def test_the_least_and_the_largest_sizes_are_taken():
     [(64, 131072, Tile(32768, 8)), (63, 131072, Tile(16384, 8)), (8, 131072, Tile(4096, 4))],
 )
 def test_a_share_of_a_residual_has_large_tiles_where_these_fill_a_gpu(num_requests, width, tile):
-    assert KernelConfig().split_residual_tile(num_requests, width) == tile
+    assert KernelConfig().split_residual_tile(num_requests, width, False) == tile
     own = Tile(8192, 4)
-    assert KernelConfig(residual=own).split_residual_tile(num_requests, width) == own
+    assert KernelConfig(residual=own).split_residual_tile(num_requests, width, False) == own

@@ -218,8 +218,8 @@ def sample_text(
 def schedule(request):
     """The kernels by both schedules, in tiles that a row does not divide into."""
     tile = Tile(1024, 4) if request.param else Tile(512, 8)
-    small = BATCH if request.param else 0
-    config = KernelConfig(row=tile, target=tile, residual=tile, max_small_batch=small)
+    small = 10**6 if request.param else 0
+    config = KernelConfig(row=tile, target=tile, residual=tile, max_small_programs=small)
     return Implementation("triton", (config,))
 
 
@@ -669,10 +669,10 @@ def test_every_kernel_that_reads_drafts_lowers_for_cuda_with_a_token_map(schedul
         ]
         # Small batches and large ones find a draft's rows alike.
         [sizes] = schedule.configs
-        for rule, number in calls[: 1 if sizes.max_small_batch else None]:
+        for rule, number in calls[: 1 if sizes.max_small_programs else None]:
             text = lower(functools.partial(verify, rule), draft, rows, keys)
             assert num_kernels(text) >= number
-        if sizes.max_small_batch:
+        if sizes.max_small_programs:
             return
         rows = shape(BATCH * (K + 1), VOCAB, dtype=jnp.bfloat16)
         by_standard = functools.partial(verify, rules.standard())
@@ -706,7 +706,7 @@ def cutoff_text(*, implementation, platform="cuda"):
     ("text", "changes"),
     [
         (sample_text, [{"row": Tile(512, 4)}, {"num_draw_warps": 4}, {"num_noise_splits": 0}]),
-        (lambda **options: verify_text("drawn", **options), [{"max_small_batch": 0}]),
+        (lambda **options: verify_text("drawn", **options), [{"max_small_programs": 0}]),
         (cutoff_text, [{"num_register_logits": 64}, {"num_search_warps": 4}]),
     ],
     ids=["gumbel_sample", "rejection_sample", "logit_cutoff"],

@@ -137,7 +137,7 @@ def schedule(request):
         row=Tile(512 if request.param else 256, 4),
         target=Tile(512 if request.param else 256, 4),
         residual=Tile(256 if request.param else 128, 4),
-        max_small_batch=BATCH if request.param else 0,
+        max_small_programs=10**6 if request.param else 0,
     )
     return Implementation("interpret", (config,))
 

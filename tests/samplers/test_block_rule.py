@@ -181,7 +181,7 @@ def check(step, exact, sure):
 
 # One block of three bounds a prefix, so that some stay open, and one program of a residual reduces
 # both tiles of a bonus row; and the launches of a small batch.
-SIZES = {V: dict(num_bound_groups=1, residual=Tile(512, 4)), 200: dict(max_small_batch=B)}
+SIZES = {V: dict(num_bound_groups=1, residual=Tile(512, 4)), 200: dict(max_small_programs=10**6)}
 
 
 def verify(implementation, draft, target_logits, cutoff, options):

@@ -42,7 +42,7 @@ def couple_end_to_end(case, cu, implementation):
         rule=rules.coupled(),
         keys=make_keys(BATCH),
         options=specjax.Options(
-            implementation=with_sizes(implementation, max_small_batch=BATCH, num_noise_splits=2)
+            implementation=with_sizes(implementation, max_small_programs=10**6, num_noise_splits=2)
         ),
         **{name: case[name] for name in OPTIONS},
     )

@@ -18,8 +18,8 @@ pytestmark = pytest.mark.once
 
 BATCH, VOCAB = 48, 300
 # By the launches of one batch size or the other, so that each kernel is met once.
-# Rules, and the batch up to which the schedule is that of a small one.
-CALLS = {"rejection": 0, "block": 0, "coupled": BATCH}
+# Rules, and the programs up to which the schedule is that of a small batch.
+CALLS = {"rejection": 0, "block": 0, "coupled": 10**6}
 RULES = {"rejection": rules.standard(), "block": rules.block(), "coupled": rules.coupled()}
 
 
@@ -74,7 +74,7 @@ def exact(kind):
 @pytest.mark.parametrize("kind", CALLS)
 def test_tokens_are_the_same_and_greedy_requests_have_no_logprobs(kind, implementation):
     case, theirs = shared_case(), exact(kind)
-    kernels = with_sizes(implementation, max_small_batch=CALLS[kind])
+    kernels = with_sizes(implementation, max_small_programs=CALLS[kind])
     ours = verify(kind, case, kernels, False)
     greedy, sure = case["temperature"] < 1e-5, theirs.certain
     assert np.mean(sure) > 0.9

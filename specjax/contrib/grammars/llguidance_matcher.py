@@ -1,12 +1,13 @@
 """`llguidance_matchers`: matchers for `RowMasks` of any grammar that llguidance reads."""
 
+import functools
 import importlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from specjax.decode.matchers import Matcher
 
-__all__ = ["llguidance_matchers"]
+__all__ = ["llguidance_matchers", "llguidance_reader"]
 
 
 def llguidance_matchers(
@@ -40,6 +41,29 @@ def llguidance_matchers(
       >>> matcher.try_consume_tokens([4]), matcher.compute_bitmask()[0]
       (1, 14)
     """
+    matcher_of = llguidance_reader(vocabulary, eos_token_ids, encode)
+    return [matcher_of(grammar) for grammar in grammars]
+
+
+def llguidance_reader(
+    vocabulary: Sequence[bytes],
+    eos_token_ids: Iterable[int],
+    encode: Callable[[str], Sequence[int]],
+) -> Callable[[str | Mapping[str, Any]], Matcher]:
+    """Returns a function that makes a matcher of one grammar, for grammars that come one by one.
+
+    Reading the vocabulary takes a second for 128,000 tokens, and is done once.
+
+    Args:
+      vocabulary: as in `llguidance_matchers`.
+      eos_token_ids: as in `llguidance_matchers`.
+      encode: as in `llguidance_matchers`.
+
+    Raises:
+      ValueError: for no end-of-sequence token. The function raises it for a grammar that llguidance
+        does not read.
+      ImportError: if llguidance is not installed.
+    """
     try:
         llguidance = importlib.import_module("llguidance")
     except ImportError as error:
@@ -52,7 +76,7 @@ def llguidance_matchers(
         n_vocab=len(vocabulary),
         eos_token=eos,
     )
-    return [_matcher(llguidance.LLMatcher, tokenizer, grammar) for grammar in grammars]
+    return functools.partial(_matcher, llguidance.LLMatcher, tokenizer)
 
 
 def _matcher(kind: Any, tokenizer: Any, grammar: str | Mapping[str, Any]) -> Matcher:

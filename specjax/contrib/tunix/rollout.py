@@ -13,6 +13,7 @@ from specjax.config import SpeculativeConfig
 from specjax.contrib.tunix.group_lookup import group_lookup_drafter
 from specjax.contrib.tunix.model import make_model, name_arrays, split_transformer
 from specjax.contrib.tunix.values import (
+    cut_kept,
     cut_texts,
     read_filters,
     read_key,
@@ -23,6 +24,7 @@ from specjax.decode.drafters import Drafter, model_drafter
 from specjax.decode.generate import generate
 from specjax.decode.metrics import Metrics
 from specjax.decode.options import LoopOptions
+from specjax.processing.kept_tokens import KeptTokens
 from specjax.types import Model
 
 __all__ = ["SpecRollout"]
@@ -57,10 +59,14 @@ class SpecRollout(_BaseRollout):
         parameters. "group_lookup" is `group_lookup_drafter` over equal prompts of a call. None is
         plain decoding.
       config: a `SpeculativeConfig`. None is the default one.
+      max_kept_tokens: as in `LoopOptions`: most ids of the kept set of each token. None lists none.
 
     Attributes:
       mesh: of the argument.
       metrics: `Metrics` of the last `generate`, None before it.
+      kept_tokens: `KeptTokens` [B, L] of the last `generate`, of L = `max_tokens_to_generate`
+        tokens, padded as tunix pads completions. `kept_logprobs` takes them in a trainer's loss.
+        None if none are listed.
 
     Raises:
       ImportError: if tunix is not installed.
@@ -82,6 +88,7 @@ class SpecRollout(_BaseRollout):
         mesh: Any = None,
         drafter: Drafter | Callable[[Model], Drafter] | str | None = None,
         config: SpeculativeConfig | None = None,
+        max_kept_tokens: int | None = None,
     ) -> None:
         if _BaseRollout is object:
             raise ImportError("google-tunix is not installed: pip install 'specjax[tunix]'.")
@@ -99,11 +106,13 @@ class SpecRollout(_BaseRollout):
             self._actor = self._graph.build(self._put(arrays))
         self._temperature = read_temperature(rollout_config)
         self._drafter, self._config = drafter, config
+        self._max_kept_tokens = max_kept_tokens
         self._policy: dict[str, Any] = {}
         self._previous: dict[str, Any] = {}
         self._num_calls = 0
         self.mesh = mesh
         self.metrics: Metrics | None = None
+        self.kept_tokens: KeptTokens | None = None
 
     def generate(self, prompts: str | Sequence[str], rollout_config: Any, **options: Any) -> Any:
         """Returns tunix's `RolloutOutput` of one text for each prompt.
@@ -120,7 +129,8 @@ class SpecRollout(_BaseRollout):
         Returns:
           `tokens` without the token that ended a text, `left_padded_prompt_tokens`, `text` and
           `logprobs`. These are of the distribution that each token was sampled from, after
-          temperature, top-k and top-p. `logits` is empty.
+          temperature, top-k and top-p. `logits` is empty. The kept sets of the tokens are in the
+          attribute `kept_tokens`: tunix's output has no field of them.
 
         Raises:
           ValueError: if a row of the policy's logits is NaN or +inf, and for what
@@ -143,11 +153,14 @@ class SpecRollout(_BaseRollout):
             eos_token_ids=np.array(eos, np.int32),
             sampling=read_filters(rollout_config),
             config=self._config,
-            options=LoopOptions(max_length=max_length),
+            options=LoopOptions(max_length=max_length, max_kept_tokens=self._max_kept_tokens),
         )
         output = jax.device_get(output)
         self.metrics = output.metrics
         tokens, logprobs = cut_texts(output, read.lengths, eos)
+        self.kept_tokens = cut_kept(
+            output.kept_tokens, read.lengths, tokens, rollout_config.max_tokens_to_generate
+        )
         base = importlib.import_module("tunix.rl.rollout.base_rollout")
         return base.RolloutOutput(
             text=[self._tokenizer.decode(row.tolist()) for row in tokens],

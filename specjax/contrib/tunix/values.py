@@ -9,9 +9,18 @@ import numpy as np
 
 from specjax.decode.commit import Finish
 from specjax.decode.generate import Generation
+from specjax.processing.kept_tokens import KeptTokens
 from specjax.processing.sampling_params import SamplingParams
 
-__all__ = ["Prompts", "cut_texts", "read_filters", "read_key", "read_prompts", "read_temperature"]
+__all__ = [
+    "Prompts",
+    "cut_kept",
+    "cut_texts",
+    "read_filters",
+    "read_key",
+    "read_prompts",
+    "read_temperature",
+]
 
 
 class Prompts(NamedTuple):
@@ -103,3 +112,27 @@ def cut_texts(
         tokens.append(text)
         logprobs.append(np.asarray(output.logprobs)[row, start : start + text.size])
     return tokens, logprobs
+
+
+def cut_kept(
+    kept: KeptTokens | None, starts: np.ndarray, tokens: Sequence[np.ndarray], width: int
+) -> KeptTokens | None:
+    """Returns the kept sets of texts, right-padded as tunix pads completions; None of None.
+
+    Args:
+      kept: [B, S] of `generate`, on the host.
+      starts: i32[B], lengths of the prompts.
+      tokens: from `cut_texts`.
+      width: L, most tokens of a text.
+
+    Returns:
+      `KeptTokens` [B, L] of NumPy arrays; `num_kept` is 0 after the end of a text.
+    """
+    if kept is None:
+        return None
+    num_kept = np.zeros((len(tokens), width), np.int32)
+    token_ids = np.full((*num_kept.shape, kept.token_ids.shape[-1]), -1, np.int32)
+    for row, (start, text) in enumerate(zip(starts, tokens, strict=True)):
+        num_kept[row, : text.size] = kept.num_kept[row, start : start + text.size]
+        token_ids[row, : text.size] = kept.token_ids[row, start : start + text.size]
+    return KeptTokens._make([num_kept, token_ids, None])

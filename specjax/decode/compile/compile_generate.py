@@ -23,8 +23,13 @@ from specjax.decode.compile.saved_programs import (
     write_programs,
 )
 from specjax.decode.drafters import Drafter, Models
-from specjax.decode.generate import Generation, loop_in_place, take_first_requests
-from specjax.decode.logprobs import TopLogprobs
+from specjax.decode.generate import (
+    Generation,
+    check_kept_sets,
+    loop_in_place,
+    take_first_requests,
+)
+from specjax.decode.kinds import kinds_of
 from specjax.decode.memory import check_memory
 from specjax.decode.metrics import Metrics
 from specjax.decode.options import LoopOptions, check_capacity
@@ -37,6 +42,7 @@ from specjax.decode.request_batch import (
 )
 from specjax.decode.state import RequestBatch, Settings
 from specjax.decode.target_step import vocabulary_size
+from specjax.decode.token_info import check_token_info, empty_token_info
 from specjax.devices.placement import replicate, with_auto_axes
 from specjax.file_io import JsonObject
 from specjax.processing.sampling_params import FIELDS, SamplingParams
@@ -125,6 +131,7 @@ class CompiledGenerate:
         with explain_out_of_memory(models, *filled.token_ids.shape):
             state = with_auto_axes(prefill, placement, models, filled, like=keys)
             generation, _ = with_auto_axes(run, placement, models, state, like=keys)
+        check_kept_sets(generation, self.vocab_size)
         return take_first_requests(generation, self.batch_size)
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -203,7 +210,7 @@ def compile_generate(
     if target.placement is None and any(x and len(x.device_set) > 1 for x in shardings):
         raise ValueError("Parameters lie on several devices; see the mesh of models.load.")
     models = Models(target, drafter)
-    check_memory(models, requests, static)
+    check_memory(kinds_of(models, requests), static)
     filled = replicate(target.placement, pad_batch_to_mesh(requests, target.placement))
     lowered, compilations = begin_compilation(loop_in_place, models, filled, static)
     all_lowered = (fold, *lowered)
@@ -263,8 +270,9 @@ def load_compiled(path: str | os.PathLike[str]) -> CompiledGenerate:
             "it here."
         ) from None
     # Only the structure of what the programs return matters here, so that names stand for arrays.
-    listed = None if options.num_logprobs is None else TopLogprobs._make(TopLogprobs._fields)
-    texts = Generation._make([*Generation._fields[:5], Metrics._make(Metrics._fields), listed])
+    listed = jax.eval_shape(lambda: empty_token_info(check_token_info(options, config), ()))
+    metrics = Metrics._make(Metrics._fields)
+    texts = Generation._make([*Generation._fields[:5], metrics, *listed])
     programs = [load_program(*each) for each in zip(saved, (0, None, None), strict=True)]
     programs[-1] = functools.partial(_run_loaded, programs[-1], texts)
     return CompiledGenerate(

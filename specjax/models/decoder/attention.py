@@ -13,7 +13,14 @@ from specjax.models.decoder.rope import rotate
 from specjax.models.decoder.shared_math import AttentionSpec, cache_entries
 from specjax.types import Pieces
 
-__all__ = ["AttentionBackend", "attend", "causal_attention", "layer_caches", "write_entries"]
+__all__ = [
+    "AttentionBackend",
+    "attend",
+    "causal_attention",
+    "layer_caches",
+    "split_heads",
+    "write_entries",
+]
 
 AttentionBackend = Literal["xla", "cudnn"] | None
 
@@ -46,7 +53,7 @@ def attend(
       [B, T, G * R * D], and keys and values with those of the tokens.
     """
     (batch, tokens), (groups, slots, head_dim) = positions.shape, cache[0].shape[1:]
-    q, k, v = _split(heads, cos_sin, groups)
+    q, k, v = split_heads(heads, cos_sin, groups)
     written = write_entries(cache, positions, (k, v))
     keys, values = written if len(cache) == 2 else (x[cache[2]] for x in written)
     # The query heads of a key head are rows of one product with it.
@@ -156,7 +163,7 @@ def causal_attention(
     """
     batch, length, _, head_dim = heads.shape
     if spec.softcap is None:
-        q, k, v = _split(heads, cos_sin, groups)
+        q, k, v = split_heads(heads, cos_sin, groups)
         y = jax.nn.dot_product_attention(
             q,
             k,
@@ -176,8 +183,16 @@ def causal_attention(
     return attend(heads, cos_sin, positions, (empty, empty), spec=spec)[0]
 
 
-def _split(heads: jax.Array, cos_sin: Any, groups: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns rotated queries, and keys and values as a cache holds them."""
+def split_heads(
+    heads: jax.Array, cos_sin: Any, groups: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns rotated queries [B, T, H, D], and keys and values [B, T, G, D] as a cache has them.
+
+    Args:
+      heads: [B, T, H + 2 * G, D], queries, keys and values, none of them rotated.
+      cos_sin: as in `attend`.
+      groups: G.
+    """
     num_queries = heads.shape[2] - 2 * groups
     q, k, v = jnp.split(heads, [num_queries, num_queries + groups], axis=2)
     return rotate(q, cos_sin), *cache_entries(rotate(k, cos_sin), v)

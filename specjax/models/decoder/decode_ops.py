@@ -21,6 +21,7 @@ from specjax.models.decoder.pallas.attention import decode_attention
 from specjax.models.decoder.pallas.matmul import fused_glu, glu_activation, split_k_matmul
 from specjax.models.decoder.pallas.request_qkv import QKVOperands
 from specjax.models.decoder.pallas.tilings import (
+    INVARIANT_BLOCK_M,
     NUM_MULTIPROCESSORS,
     AttentionTiling,
     DecodeConfig,
@@ -28,6 +29,8 @@ from specjax.models.decoder.pallas.tilings import (
     attention_tiling,
     glu_tiling,
     matmul_tiling,
+    norm_tile,
+    pad_to_mma,
 )
 from specjax.models.decoder.shared_math import AttentionSpec, NormSpec
 
@@ -43,6 +46,7 @@ __all__ = [
     "kernel_choice",
     "kv_tiling",
     "matmul",
+    "matmul_table",
     "num_xla_parts",
     "product_tiling",
 ]
@@ -144,7 +148,10 @@ def add_and_begin_norm(
       norm: its offset is used.
       choice: of the kernels.
     """
-    outputs = add_rms_norm(x, parts, weight, offset=norm.offset, interpret=choice.interpret)
+    tile = norm_tile(x.shape[-1], choice.config)
+    outputs = add_rms_norm(
+        x, parts, weight, offset=norm.offset, tile=tile, interpret=choice.interpret
+    )
     return outputs.x, DeferredNorm(outputs.weighted_rows, outputs.squares)
 
 
@@ -174,6 +181,31 @@ def matmul(
         return jnp.matmul(x, matrix, preferred_element_type=dtype)[None]
     pdl = next_is_kernel and choice.supports_pdl
     return split_k_matmul(x, matrix, tiling=tiling, pdl=pdl, interpret=choice.interpret)
+
+
+def matmul_table(x: jax.Array, table: jax.Array, choice: KernelChoice) -> jax.Array:
+    """Returns the product of [B, T, E] with the transpose of a table [V, E], f32[B, T, V].
+
+    Its sums have one order for any number of rows.
+
+    Args:
+      x: rows.
+      table: of an output layer.
+      choice: of the kernels.
+
+    Raises:
+      ValueError: where no tile divides the table.
+    """
+    shape = jax.ShapeDtypeStruct(table.shape[::-1], table.dtype)
+    tiling = product_tiling(x, shape, choice)
+    if tiling is None:
+        raise ValueError(
+            f"No tile of a kernel divides an output layer of {table.shape[0]} tokens; "
+            "row_invariant needs a multiple of 32."
+        )
+    interpret = choice.interpret
+    parts = split_k_matmul(x, table, tiling=tiling, pdl=False, interpret=interpret, is_table=True)
+    return sum(parts[1:], parts[0])
 
 
 def num_xla_parts(x: jax.Array, matrix: jax.Array) -> int:
@@ -331,9 +363,17 @@ def product_tiling(
 ) -> MatmulTiling | None:
     """Returns the tiling of x @ matrix, of a gate's if `is_gated`; None if XLA multiplies."""
     rows, (size, width) = x.shape[0] * x.shape[1], matrix.shape
-    if x.dtype != matrix.dtype or rows > choice.config.max_matmul_rows:
+    is_invariant = choice.config.row_invariant
+    if x.dtype != matrix.dtype or (rows > choice.config.max_matmul_rows and not is_invariant):
         return None
     more = x.dtype.itemsize, choice.shared_memory_bytes
+    few = min(rows, 64) if is_invariant else rows
     if is_gated:
-        return glu_tiling(rows, size, width // 2, *more)
-    return matmul_tiling(rows, size, width, *more)
+        tiling = glu_tiling(few, size, width // 2, *more)
+    else:
+        tiling = matmul_tiling(few, size, width, *more)
+    if tiling is None or not is_invariant:
+        return tiling
+    # All but the rows of a tile follows from the matrix: up to 64 rows have one tiling. As right
+    # operands rows have the same sums in a tile of 16 as in one of 128.
+    return tiling._replace(swap_ab=True, block_m=pad_to_mma(min(rows, INVARIANT_BLOCK_M)))

@@ -26,6 +26,7 @@ from specjax.models.decoder.decode_ops import (
     kernel_choice,
     kv_tiling,
     matmul,
+    matmul_table,
     product_tiling,
 )
 from specjax.models.decoder.layers import (
@@ -38,7 +39,7 @@ from specjax.models.decoder.layers import (
     summed_linear,
 )
 
-__all__ = ["decode_step", "layer_step", "product"]
+__all__ = ["decode_step", "layer_step", "product", "table_product"]
 
 _MIN_ROWS = 8
 # Maximum of extra numbers, beyond one product, that devices exchange as unsummed parts: 256 KB. On
@@ -86,6 +87,11 @@ def decode_step(
     rows = jax.ShapeDtypeStruct((*token_ids.shape, 1), model.embedding[...].dtype)
     padding = 0
     if not all(_is_in_kernels(layer, rows, choice) for layer in model.layers):
+        if choice.config.row_invariant:
+            raise ValueError(
+                "The kernels have no tiling for a product of this model, or its output projection "
+                "has a bias, or it is in float16; row_invariant needs a model without these."
+            )
         padding = _num_padding_tokens(*token_ids.shape)
     x = model.embed(jnp.pad(token_ids, ((0, 0), (0, padding))))
     cos_sin, written = model.cos_sin(positions), []
@@ -165,6 +171,17 @@ def product(implementation: Implementation, x: jax.Array, matrix: jax.Array) -> 
     rows = jnp.pad(x, ((0, 0), (0, padding), (0, 0)))
     y = PartialProduct(matmul(rows, matrix, kernel_choice(implementation))).reduce()
     return y.astype(x.dtype)[:, :tokens]
+
+
+def table_product(implementation: Implementation, x: jax.Array, table: jax.Array) -> jax.Array:
+    """Returns rows [B, T, E] times the transpose of a table [V, E], in the rows' dtype.
+
+    Args:
+      implementation: resolved, and not plain JAX.
+      x: rows.
+      table: of an output layer.
+    """
+    return matmul_table(x, table, kernel_choice(implementation)).astype(x.dtype)
 
 
 def _advance(

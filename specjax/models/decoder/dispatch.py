@@ -16,9 +16,11 @@ from flax import nnx
 from specjax.devices.placement import pvary_like
 from specjax.implementation import Implementation, choose_implementation, resolve_implementation
 from specjax.models.decoder.attention import layer_caches
+from specjax.models.decoder.layers import table_logits
+from specjax.models.decoder.row_groups import decode_by_groups, logits_by_groups
 from specjax.types import Pieces
 
-__all__ = ["run_decoder", "run_layer", "run_product"]
+__all__ = ["run_decoder", "run_layer", "run_product", "run_table"]
 
 
 def run_decoder(
@@ -45,9 +47,10 @@ def run_decoder(
 
         return decode_step(*operands, taps=taps)
 
-    cache = layer_caches(cache)
-    plain = functools.partial(type(model).plain, taps=taps)
-    return _choose_step(implementation, plain, kernels, model, token_ids, positions, cache)
+    cache, resolved = layer_caches(cache), resolve_implementation(implementation)
+    decode = decode_by_groups if resolved.row_invariant else type(model).plain
+    plain = functools.partial(decode, taps=taps)
+    return _choose_step(resolved, plain, kernels, model, token_ids, positions, cache)
 
 
 def run_layer(
@@ -101,6 +104,32 @@ def run_product(
 
     num_rows = math.prod(x.shape[:2])
     return _choose(implementation, jnp.matmul, kernels, num_rows, x, matrix)
+
+
+def run_table(
+    hidden: jax.Array, table: jax.Array, implementation: str | Implementation | None = None
+) -> jax.Array:
+    """Returns logits [..., V] of hidden states [..., E] by an output layer's table [V, E].
+
+    XLA multiplies, unless a row's bits may depend on no other row (`Implementation.row_invariant`).
+
+    Args:
+      hidden: rows.
+      table: of the layer.
+      implementation: None chooses at lowering; a name means that one.
+    """
+    resolved = resolve_implementation(implementation)
+    if not resolved.row_invariant:
+        return table_logits(table, hidden)
+
+    def kernels(*operands: Any) -> Any:
+        from specjax.models.decoder.decode_step_kernels import table_product
+
+        return table_product(*operands)
+
+    rows = hidden.reshape(1, -1, hidden.shape[-1])
+    logits = _choose(resolved, logits_by_groups, kernels, rows.shape[1], rows, table)
+    return logits.reshape(*hidden.shape[:-1], -1)
 
 
 def _choose_step(

@@ -12,11 +12,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from specjax.implementation import Implementation
+from specjax.implementation import Implementation, with_row_invariance
 from specjax.models.decoder.attention import AttentionBackend
 from specjax.models.decoder.config import TransformerConfig
-from specjax.models.decoder.dispatch import run_decoder
-from specjax.models.decoder.layers import Layer, RMSNorm, embed_tokens, table_logits, weight
+from specjax.models.decoder.dispatch import run_decoder, run_table
+from specjax.models.decoder.layers import Layer, RMSNorm, embed_tokens, weight
 from specjax.models.decoder.rope import rope_cos_sin
 from specjax.types import Model
 
@@ -114,10 +114,17 @@ class Transformer(nnx.Module):
             states.append(x)
         return self.norm(x), tuple(states[tap] for tap in taps)
 
-    def logits(self, hidden: jax.Array) -> jax.Array:
-        """Returns logits [..., V] of hidden states [..., E]; of a share, this device's logits."""
+    def logits(
+        self, hidden: jax.Array, implementation: str | Implementation | None = None
+    ) -> jax.Array:
+        """Returns logits [..., V] of hidden states [..., E]; of a share, this device's logits.
+
+        Args:
+          hidden: of `__call__`.
+          implementation: as in `build`.
+        """
         table = self.embedding if self.config.tie_word_embeddings else self.head
-        logits = table_logits(table[...], hidden)
+        logits = run_table(hidden, table[...], implementation)
         cap = self.config.logit_softcap
         if cap is None:
             return logits
@@ -196,7 +203,8 @@ def functions(
         return model(token_ids, positions, cache, implementation)
 
     def logits(params: Any, hidden: jax.Array) -> jax.Array:
-        return nnx.merge(model_graph(config, axis_name), nnx.State(params)).logits(hidden)
+        model = nnx.merge(model_graph(config, axis_name), nnx.State(params))
+        return model.logits(hidden, implementation)
 
     return init_cache, apply, logits
 
@@ -242,6 +250,7 @@ def build(
     *,
     seed: int = 0,
     implementation: str | Implementation | None = None,
+    row_invariant: bool = False,
 ) -> Model:
     """Returns a `specjax.types.Model` of this configuration.
 
@@ -252,6 +261,10 @@ def build(
       seed: of the random weights.
       implementation: of a step or a chunk: "xla", "triton", "interpret", an `Implementation`, or
         None. None chooses the kernels on GPUs that have them. XLA multiplies more than 128 rows.
+      row_invariant: whether the bits of a token's logits depend on no other request, on no later
+        token, and on no number of tokens that are read at once. `generate` and the engine then
+        verify so, too. A step takes 2 to 9 % longer on an H100 and a prompt 1.6 times as long; on a
+        CPU a step of one row takes 1.7 times as long.
 
     Returns:
       `Model` whose functions are `functions(config, implementation)`.
@@ -262,6 +275,8 @@ def build(
       >>> sorted(model.params)
       ['embedding', 'layers', 'norm']
     """
+    if row_invariant:
+        implementation = with_row_invariance(implementation)
     if params is None:
         params = nnx.to_pure_dict(nnx.state(Transformer(config, nnx.Rngs(seed)), nnx.Param))
     return Model(
@@ -270,4 +285,5 @@ def build(
         max_length=config.max_position_embeddings,
         apply_with_taps=tap_function(config, implementation),
         reads_pieces=True,
+        row_invariant=row_invariant,
     )

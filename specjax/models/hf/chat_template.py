@@ -1,6 +1,7 @@
 """Turns messages into a prompt by the chat template of a Hugging Face folder."""
 
 import datetime
+import functools
 import json
 import os
 import pathlib
@@ -72,6 +73,18 @@ def _read_template(path: pathlib.Path, settings: JsonObject) -> tuple[str, pathl
     if not isinstance(template, str):
         raise ValueError(f"{source} has a chat_template that is no text; it needs to be text.")
     return template, source
+
+
+# A template takes tens of milliseconds to compile, in which a server's other threads would wait.
+@functools.lru_cache(maxsize=8)
+def _compile(text: str) -> jinja2.Template:
+    """Returns a template in a sandbox with the filters and functions that transformers gives it."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    return environment.from_string(text)
 
 
 def _check_messages(messages: Any) -> None:
@@ -146,15 +159,8 @@ def chat_prompt(
         ],
     }
     try:
-        # A sandbox with the filters and functions that transformers gives to templates.
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
-        )
-        environment.filters["tojson"] = _to_json
-        environment.globals["raise_exception"] = _raise_exception
-        environment.globals["strftime_now"] = strftime_now
-        template = environment.from_string(text)
-        return template.render(**special_tokens | context, add_generation_prompt=True)
+        functions = {"strftime_now": strftime_now, "add_generation_prompt": True}
+        return _compile(text).render(**functions | special_tokens | context)
     except Exception as error:  # A template is a program and may raise anything.
         reason = " ".join(str(error).split()) or type(error).__name__
         raise ValueError(f"{source} cannot render this conversation ({shorten(reason)}).") from None

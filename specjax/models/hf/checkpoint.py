@@ -80,6 +80,7 @@ def load(
     mesh: Any = None,
     replicate: bool = False,
     implementation: str | Implementation | None = None,
+    row_invariant: bool = False,
 ) -> tuple[Model, TransformerConfig]:
     """Loads a model: Llama, Mistral, Ministral, Qwen 2, Qwen 3, Gemma 2 or Gemma 3.
 
@@ -95,6 +96,7 @@ def load(
         "model". Each device receives only its share of the tensors.
       replicate: as in `split_model`; ignored without a mesh.
       implementation: of a decode step, as in `build`.
+      row_invariant: as in `build`; not with a mesh.
 
     Returns:
       The model, and its configuration with that dtype.
@@ -112,6 +114,8 @@ def load(
     config = load_config(folder)
     config = dataclasses.replace(config, dtype=resolve_dtype(dtype, config.dtype))
     placement = None if mesh is None else parse_mesh(mesh, replicate)
+    if placement is not None and row_invariant:
+        raise ValueError("row_invariant is True with a mesh; it needs a model on one device.")
     if placement is not None and placement.model is not None:
         shard_config(config, placement.num_shares)
     path = find_member(folder, _WEIGHTS)
@@ -138,7 +142,8 @@ def load(
             advance(sum(view.nbytes for view in views))
     if placement is not None:
         return sharded_model(config, params, placement, implementation=implementation), config
-    return build(config, params, implementation=implementation), config
+    model = build(config, params, implementation=implementation, row_invariant=row_invariant)
+    return model, config
 
 
 @contextlib.contextmanager

@@ -83,13 +83,13 @@ def verify_block(arrays: FlatBatch, schedule: Schedule, residual_tile: Tile) -> 
     triggers = (
         schedule.is_small_batch and schedule.options.implementation.device_facts().supports_pdl
     )
-    num_programs = schedule.config.judge_programs(size, k)
+    num_programs = schedule.config.judge_programs(size, k, schedule.is_small_batch)
     judged = schedule.launch(
         block_judge_kernel,
         (arrays, partials),
         judged_shape(schedule),
         num_programs=size * num_programs,
-        num_warps=schedule.config.judge_warps(size),
+        num_warps=schedule.config.judge_warps(schedule.is_small_batch),
         programs_per_request=num_programs,
         triggers=triggers,
     )
@@ -122,17 +122,18 @@ def block_judge_kernel(
 
     Formula: Z_j is bounded by p and q of the next drafted token (`judge`), in a large batch also by
     the heaviest blocks (`bounds`). Where u_j lies between the bounds of h_j, prefix j stays open.
-    Grid: with B <= 16, B programs of 1 warp; one owns a request. With more, B * P programs of 8
-    warps, P = 256 / B, at least 1 and at most K. Each of the P judges its request, and owns every
-    P-th prefix of it.
+    Grid: in a small batch B programs of 1 warp; one owns a request. In a large one B * P programs
+    of 8 warps, P = 256 / B, at least 1 and at most K. Each of the P judges its request, and owns
+    every P-th prefix of it.
     Bytes per program: the (m, l) of all tiles of its rows. In a large batch an open prefix adds
     V / 128 * 8 of its row's blocks, and 8192 * itemsize of the heaviest (`bounds`).
     Why a launch of its own: otherwise each program of the next launch, one per tile, would judge
     all rows of its request. The last program of a request's rows could judge it, but its registers
     would leave room for half as many programs that read. Why a small batch has no bounds by
     blocks: a round takes longer than the reads that it saves.
-    Memory order: it begins to load after `verify_reduce_kernel` has ended. With B <= 16 it triggers
-    the next launch on Hopper (PDL) at once: its own programs are few, and all are resident.
+    Memory order: it begins to load after `verify_reduce_kernel` has ended. In a small batch it
+    triggers the next launch on Hopper (PDL) at once: its own programs are few, and all are
+    resident.
     Reference: Sun et al., 2024, arXiv:2403.10444.
     """
     (arrays, partials), program = operands, pl.program_id(0)
@@ -157,17 +158,17 @@ def block_residual_kernel(
 ) -> None:
     """Writes log sum max(rho_j p_j - q_j, 0) of the blocks of a tile, for the prefixes to read.
 
-    Grid: B * tiles programs of 8 warps; one owns a tile of the rows of its request. With B <= 16
-    K * B * tiles programs of 4 or 8 warps; one owns a tile of the rows of one prefix.
+    Grid: B * tiles programs of 8 warps; one owns a tile of the rows of its request. In a small
+    batch K * B * tiles programs of 4 or 8 warps; one owns a tile of the rows of one prefix.
     Bytes per request: 2 V * itemsize read and V / 128 * 4 written for the longest accepted prefix.
     Each longer open prefix adds as much. If all drafts are accepted, in a large batch V * itemsize
     of the bonus row (`bonus_row`), in a small one scalars alone.
     Why all prefixes by one program: most requests have one to read, and a program without work
     still costs its start. In a small batch the prefixes are read in parallel.
-    Memory order: it begins to load after `block_judge_kernel` has ended. With B <= 16 it triggers
-    the next launch on Hopper (PDL) at once. In a large batch the waiting programs of that launch
-    would be spread unevenly over the multiprocessors. The stores to partials of bonus rows, which
-    no program of this launch loads, are read by the next.
+    Memory order: it begins to load after `block_judge_kernel` has ended. In a small batch it
+    triggers the next launch on Hopper (PDL) at once. In a large batch the waiting programs of that
+    launch would be spread unevenly over the multiprocessors. The stores to partials of bonus rows,
+    which no program of this launch loads, are read by the next.
     Reference: Sun et al., 2024, arXiv:2403.10444.
     """
     (arrays, partials, judged), k = operands, schedule.max_draft_tokens

@@ -416,6 +416,17 @@ def test_grpo_learns_with_the_rollouts_of_the_example(monkeypatch, drafter):
     assert np.mean(lengths[-3:]) > 1.2
 
 
+def test_ratios_over_kept_sets_are_1_before_an_update_and_a_policy_learns(monkeypatch):
+    """The example's texts are drawn with top-k; over all tokens the ratios would be far from 1."""
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    example = importlib.import_module("tunix_kept_tokens")
+    for name in ("tunix_kept_tokens", "tunix_grpo"):
+        monkeypatch.delitem(sys.modules, name)
+    rewards, errors = example.train(10)
+    assert max(errors) < 1e-4
+    assert np.mean(rewards[-3:]) > 3 * np.mean(rewards[:3])
+
+
 def test_the_document_runs_with_tunix(monkeypatch, tmp_path):
     text = (ROOT / "docs" / "models" / "tunix.md").read_text()
     blocks = re.findall(r"^```python\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)

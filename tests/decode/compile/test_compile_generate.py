@@ -29,7 +29,7 @@ def run(function, prompts=PROMPTS, *, model=MODEL, drafter=NGRAM, **options):
     return function(model, drafter, prompts, **defaults | options)
 
 
-OPTIONS = specjax.LoopOptions(max_length=S, num_logprobs=1)
+OPTIONS = specjax.LoopOptions(max_length=S, num_logprobs=1, max_kept_tokens=3)
 
 
 def generate(*given, **values):

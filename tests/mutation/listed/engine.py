@@ -171,9 +171,9 @@ MUTATIONS = (
         "a request that ended keeps what all slots counted",
     ),
     Mutation(
-        "specjax.engine.request.Request._add",
-        "values[slot, i].copy()",
-        "values[slot, i]",
+        "specjax.decode.token_info.TokenInfo.at",
+        "values[index].copy()",
+        "values[index]",
         engines(_KEPT),
         "each token of a request keeps the listed tokens of all slots",
     ),

@@ -147,7 +147,7 @@ MUTATIONS = (
     ),
     Mutation(
         "specjax.decode.target_step._raw_logits",
-        "target.split_logits is None or (settings.sampling, settings.logprobs) != (None, None)",
+        "target.split_logits is None or (settings.sampling, settings.token_info) != (None, None)",
         "target.split_logits is None",
         commands("test_a_text_of_models_over_devices_is_that_of_one"),
         "cutoffs and listings take padding for tokens",

@@ -398,7 +398,7 @@ MUTATIONS = (
     ),
     Mutation(
         "specjax.decode.capacity.pad_batch_to_mesh",
-        "num_filled = size if placement is None else placement.round_up(size)",
+        "num_filled = round_up_to_mesh(size, placement)",
         "num_filled = size",
         split_models(f"{_UNEVEN}[False]"),
         "rows of logits travel in every step of a batch that devices do not divide",

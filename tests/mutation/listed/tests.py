@@ -28,6 +28,8 @@ __all__ = [
     "embedded_eagle3",
     "edges",
     "engines",
+    "submissions",
+    "threads",
     "faults",
     "few",
     "grammar_laws",
@@ -36,6 +38,9 @@ __all__ = [
     "head_folders",
     "interpreted",
     "json_schemas",
+    "kept_requests",
+    "kept_sets",
+    "kept_texts",
     "kernel_configs",
     "laws",
     "logprobs",
@@ -58,6 +63,8 @@ __all__ = [
     "pivots",
     "sample_kernels",
     "searches",
+    "server_parameters",
+    "server_routes",
     "stop_strings",
     "text_streams",
     "soaks",
@@ -71,6 +78,7 @@ __all__ = [
     "theory",
     "token_automata",
     "token_maps",
+    "token_scores",
     "tokens",
     "transformer",
     "tree_laws",
@@ -106,6 +114,8 @@ draft_folders = _of("cli/test_draft_folders.py")
 drafts = _of("decode/test_drafts.py")
 edges = _of("samplers/test_edges.py")
 engines = _of("engine/test_engine.py")
+submissions = _of("engine/test_submission.py")
+threads = _of("engine/test_async_engine.py")
 faults = _of("engine/test_faults.py")
 queues = _of("engine/test_queue.py")
 soaks = _of("engine/test_soak.py")
@@ -121,6 +131,9 @@ group_lookup = _of("contrib/tunix/test_group_lookup.py")
 head_folders = _of("models/test_head_folders.py")
 interpreted = _of("pallas/test_verify.py")
 json_schemas = _of("contrib/grammars/test_json_schema.py")
+kept_requests = _of("engine/test_kept_requests.py")
+kept_sets = _of("processing/test_kept_tokens.py")
+kept_texts = _of("decode/test_kept_texts.py")
 kernel_configs = _of("pallas/test_kernel_config.py")
 laws = _of("laws/test_laws.py")
 logprobs = _of("decode/test_logprobs.py")
@@ -153,6 +166,9 @@ split_models = _of("models/test_sharding.py")
 split_processing = _of("processing/test_split_processing.py")
 split_vocabulary = _of("samplers/test_split_vocabulary.py")
 split_kernels = _of("pallas/test_split.py")
+token_scores = _of("contrib/serve/test_token_scores.py")
+server_parameters = _of("contrib/serve/test_parameters.py")
+server_routes = _of("contrib/serve/test_app.py")
 token_maps = _of("samplers/test_token_map.py")
 token_automata = _of("contrib/grammars/test_token_automaton.py")
 tokens = _of("decode/test_commit.py")

@@ -19,9 +19,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from specjax.models.decoder.pallas.tilings import ADD_NORM_TILE
 from specjax.models.decoder.shared_math import NormSpec
-from specjax.pallas.kernel_config import next_power_of_2
+from specjax.pallas.kernel_config import Tile, next_power_of_2
 from specjax.pallas.launch import divmod_i32, launch, output
 
 __all__ = [
@@ -62,10 +61,13 @@ class AddNormOutputs(NamedTuple):
     squares: Any
 
 
-def add_rms_norm_kernel(operands: AddNormOperands, out: AddNormOutputs, *, offset: float) -> None:
+def add_rms_norm_kernel(
+    operands: AddNormOperands, out: AddNormOutputs, *, offset: float, tile: Tile
+) -> None:
     """Writes one tile of s = x + sum_q parts[q], of s * (offset + weight), and its sum of s^2.
 
-    Grid: R * n programs of 2 warps; one owns 256 elements of one row.
+    Grid: R * n programs of 2 warps; one owns 256 elements of one row. Where a row's bits depend on
+    no other row, R programs of 8 warps; one owns a row.
     Bytes per row: E (Q * 4 + itemsize) read, 2 E * itemsize + 4 n written.
     Why tiles: a program per row would leave most of the GPU idle at 8 rows. The deferred norm needs
     no reduction over the row here.
@@ -77,10 +79,11 @@ def add_rms_norm_kernel(operands: AddNormOperands, out: AddNormOutputs, *, offse
       operands: references.
       out: references.
       offset: added to the weight.
+      tile: of a row.
     """
     size = out.x.shape[1]
-    row, tile_index = divmod_i32(pl.program_id(0), ADD_NORM_TILE.num_tiles(size))
-    index, inside = _columns(tile_index, ADD_NORM_TILE.size, size)
+    row, tile_index = divmod_i32(pl.program_id(0), tile.num_tiles(size))
+    index, inside = _columns(tile_index, tile.size, size)
     x, weight = _load(operands.x, (row, index), inside), _load(operands.weight, (index,), inside)
     if operands.parts is not None:
         num_parts = operands.parts.shape[0]
@@ -122,7 +125,13 @@ def inv_rms(squares: jax.Array, norm: NormSpec) -> jax.Array:
 
 
 def add_rms_norm(
-    x: jax.Array, parts: jax.Array | None, weight: jax.Array, *, offset: float, interpret: bool
+    x: jax.Array,
+    parts: jax.Array | None,
+    weight: jax.Array,
+    *,
+    offset: float,
+    tile: Tile,
+    interpret: bool,
 ) -> AddNormOutputs:
     """Returns the residual stream with a product added, and its deferred norm.
 
@@ -131,16 +140,17 @@ def add_rms_norm(
       parts: [Q, B, T', E], of the product; None adds nothing.
       weight: [E], of the norm, without its offset.
       offset: added to the weight.
+      tile: of a row, from `tilings.norm_tile`.
       interpret: run in Pallas' interpreter.
 
     Returns:
       `AddNormOutputs` of [B, T', E], [B, T', E] and f32[B, T', n].
     """
     *lead, size = x.shape
-    num_rows, num_tiles = math.prod(lead), ADD_NORM_TILE.num_tiles(size)
+    num_rows, num_tiles = math.prod(lead), tile.num_tiles(size)
     parts = None if parts is None else parts.reshape(-1, num_rows, size)
     outputs = launch(
-        functools.partial(add_rms_norm_kernel, offset=offset),
+        functools.partial(add_rms_norm_kernel, offset=offset, tile=tile),
         AddNormOperands(x.reshape(num_rows, size), parts, weight),
         AddNormOutputs(
             output((num_rows, size), x.dtype),
@@ -148,7 +158,7 @@ def add_rms_norm(
             output((num_rows, num_tiles)),
         ),
         num_programs=num_rows * num_tiles,
-        num_warps=ADD_NORM_TILE.num_warps,
+        num_warps=tile.num_warps,
         interpret=interpret,
     )
     return AddNormOutputs(*(y.reshape(*lead, -1) for y in outputs))

@@ -135,7 +135,12 @@ def _attention(
     num_tiles, num_query_heads = batch * num_kv_heads * tiling.num_tiles, y_shape.shape[2]
     is_whole = tiling.num_splits == 1 and tiling.combines_in_attention
     prepared = launch(
-        functools.partial(prepare_qkv_kernel, norm=norm, head_norm=head_norm),
+        functools.partial(
+            prepare_qkv_kernel,
+            norm=norm,
+            head_norm=head_norm,
+            token_tile=tiling.prepared_tokens,
+        ),
         operands,
         PreparedQKV(
             output((batch, num_tokens, num_query_heads, head_dim), keys.dtype),

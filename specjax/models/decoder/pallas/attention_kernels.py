@@ -24,6 +24,7 @@ from specjax.models.decoder.pallas.combine import (
     PartialSoftmax,
     TileRows,
     combine,
+    merge,
     store_output,
     store_partial,
 )
@@ -248,23 +249,34 @@ def attention_kernel(
     lowest = jnp.min(jnp.where(position < 0, jnp.int32(num_slots), position))
     visible = visible_blocks(lowest, highest, num_slots, spec.window)
 
-    def attend(num_splits: int | jax.Array) -> OnlineSoftmax:
+    def attend(num_splits: int | jax.Array, split: jax.Array = split) -> OnlineSoftmax:
         mask = row_mask(is_row, dim, head_dim)
         heads = load_rows(operands.queries, (b, rows.token, rows.head), dim, mask)
         last = position if spec.is_causal else jnp.where(position < 0, position, highest)
         row = cache_row(operands.rows, b)
-        kv = KVSplit(operands.keys, operands.values, row, g, split, num_splits)
+        caches = operands.keys, operands.values
+        kv = KVSplit(*caches, row, g, split, num_splits, tiling.segment)
         return kv.attend(None, Queries(heads, last), visible, [], spec, make_exp2(interpret))
 
     if out.y is None:
         assert out.partials is not None
         store_partial(out.partials, tile, split, attend(num_splits), is_row)
         return
+    num_active = num_active_splits(visible, tiling)
+    if num_splits == 1 and tiling.segment is not None:
+
+        def add_segment(i: jax.Array, state: OnlineSoftmax) -> OnlineSoftmax:
+            return merge([state, attend(num_active, i)])
+
+        empty = online_softmax.init(tiling.num_rows, dim.shape[0])
+        state = jax.lax.fori_loop(jnp.int32(0), num_active, add_segment, empty)
+        store_output(out.y, b, rows, state)
+        return
     if num_splits == 1:
         store_output(out.y, b, rows, attend(1))
         return
     assert out.partials is not None
-    partials, num_active = out.partials, num_active_splits(visible, tiling)
+    partials = out.partials
 
     @pl.when(split < num_active)
     def _() -> None:
@@ -293,6 +305,9 @@ def num_active_splits(visible: VisibleBlocks, tiling: AttentionTiling) -> jax.Ar
       visible: blocks that the tile's rows attend to.
       tiling: `even_splits`, `blocks_per_split` and `num_splits` are used.
     """
+    if tiling.segment is not None:
+        num_segments, _ = divmod_i32(visible.end + (tiling.segment - 1), tiling.segment)
+        return jnp.maximum(num_segments, 1)
     num_blocks = visible.end - visible.start
     wanted, _ = divmod_i32(num_blocks + (tiling.blocks_per_split - 1), tiling.blocks_per_split)
     wanted = jnp.minimum(jnp.maximum(wanted, tiling.even_splits), tiling.num_splits)

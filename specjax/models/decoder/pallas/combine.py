@@ -30,6 +30,7 @@ __all__ = [
     "TileRows",
     "combine",
     "combine_kernel",
+    "merge",
     "store_output",
     "store_partial",
 ]
@@ -132,16 +133,20 @@ def combine(
         )
 
     def add(i: jax.Array, state: OnlineSoftmax) -> OnlineSoftmax:
-        states = [state, *(load(i * splits_per_step + k) for k in range(splits_per_step))]
-        m = functools.reduce(jnp.maximum, [each.m_i for each in states])
-        weights = [jnp.exp2(each.m_i - m) for each in states]
-        pairs = list(zip(states, weights, strict=True))
-        l_i = [each.l_i * weight for each, weight in pairs]
-        acc = [each.acc * weight[:, None] for each, weight in pairs]
-        return OnlineSoftmax(m, functools.reduce(jnp.add, l_i), functools.reduce(jnp.add, acc))
+        return merge([state, *(load(i * splits_per_step + k) for k in range(splits_per_step))])
 
     num_steps, _ = divmod_i32(num_active + (splits_per_step - 1), splits_per_step)
     return jax.lax.fori_loop(jnp.int32(0), num_steps, add, init(num_rows, num_dims))
+
+
+def merge(states: list[OnlineSoftmax]) -> OnlineSoftmax:
+    """Returns the state of rows over the slots of several states, added in their order."""
+    m = functools.reduce(jnp.maximum, [each.m_i for each in states])
+    weights = [jnp.exp2(each.m_i - m) for each in states]
+    pairs = list(zip(states, weights, strict=True))
+    l_i = [each.l_i * weight for each, weight in pairs]
+    acc = [each.acc * weight[:, None] for each, weight in pairs]
+    return OnlineSoftmax(m, functools.reduce(jnp.add, l_i), functools.reduce(jnp.add, acc))
 
 
 def store_output(y: Any, b: jax.Array, rows: TileRows, state: OnlineSoftmax) -> None:

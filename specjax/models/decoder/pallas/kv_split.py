@@ -55,7 +55,9 @@ class VisibleBlocks(NamedTuple):
 
 
 class KVSplit(NamedTuple):
-    """Every `num_splits`-th block of the cache of one key-value head, from block `split` on.
+    """Blocks of the cache of one key-value head: every `num_splits`-th one from block `split` on.
+
+    With `segment` they are those of segment `split`: so many blocks in a row.
 
     Attributes:
       keys: reference [B, G, S, D].
@@ -64,6 +66,7 @@ class KVSplit(NamedTuple):
       g: i32[], the key-value head.
       split: i32[]; from `num_splits` on the split has no block.
       num_splits: P, a Python int or i32[].
+      segment: number of blocks, or None.
     """
 
     keys: Any
@@ -72,11 +75,15 @@ class KVSplit(NamedTuple):
     g: jax.Array
     split: jax.Array
     num_splits: int | jax.Array
+    segment: int | None = None
 
     def load(self, i: jax.Array, is_whole: bool = False) -> KVBlock:
         """Loads the i-th block of this split; `is_whole` as in `VisibleBlocks`."""
         num_slots, head_dim = self.keys.shape[2:]
-        slot = (self.split + i * self.num_splits) * BLOCK_KV
+        if self.segment is None:
+            slot = (self.split + i * self.num_splits) * BLOCK_KV
+        else:
+            slot = (self.split * self.segment + i) * BLOCK_KV
         slot += jax.lax.iota(jnp.int32, BLOCK_KV)
         dim = jax.lax.iota(jnp.int32, pad_to_mma(head_dim))
         at = (self.row, self.g, slot)
@@ -136,6 +143,8 @@ class KVSplit(NamedTuple):
 
     def _num_before(self, block: jax.Array) -> jax.Array:
         """Returns the number of this split's blocks before a block: ceil((block - p) / P)."""
+        if self.segment is not None:
+            return jnp.clip(block - self.split * self.segment, 0, self.segment)
         num_splits = jnp.asarray(self.num_splits, jnp.int32)
         return jax.lax.div(jnp.maximum(block - self.split + (num_splits - 1), 0), num_splits)
 

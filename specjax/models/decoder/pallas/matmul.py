@@ -44,7 +44,7 @@ class MatmulOperands(NamedTuple):
 
     Attributes:
       rows: [R, E].
-      matrix: [E, N].
+      matrix: [E, N]; of an output layer [N, E].
       squares: f32[R, n], sums of squares of the rows' deferred norm; None if there is none.
     """
 
@@ -84,7 +84,12 @@ class ActivationOutput(NamedTuple):
 
 
 def split_k_matmul_kernel(
-    operands: MatmulOperands, out: SplitKParts, *, tiling: MatmulTiling, pdl: bool
+    operands: MatmulOperands,
+    out: SplitKParts,
+    *,
+    tiling: MatmulTiling,
+    pdl: bool,
+    is_table: bool = False,
 ) -> None:
     """Writes parts[q] = rows[:, K_q] @ matrix[K_q, tile] for one tile and one range K_q of K.
 
@@ -104,13 +109,16 @@ def split_k_matmul_kernel(
       tiling: block sizes.
       pdl: whether the next kernel may start early. Only kernels of this library may then read the
         result: XLA's may load supposed constants before they wait.
+      is_table: whether the matrix is [N, E].
     """
-    num_tiles = operands.matrix.shape[1] // tiling.block_n
-    split, tile_index = divmod_i32(pl.program_id(0), num_tiles)
+    num_tiles = out.parts.shape[2] // tiling.block_n
+    program, rows = _tile_rows(operands, tiling)
+    split, tile_index = divmod_i32(program, num_tiles)
     begin, end = (_first_step(operands, split + i, tiling) for i in (0, 1))
-    (total,) = _accumulate(operands, [tile_index * tiling.block_n], begin, end, tiling)
+    start = tile_index * tiling.block_n
+    (total,) = _accumulate(operands, rows, [start], begin, end, tiling, is_table)
     split = launch_dependents(split) if pdl else split
-    _store_tile(out.parts, (split,), tile_index * tiling.block_n, total, tiling)
+    _store_tile(out.parts, (split,), rows, start, total, tiling)
 
 
 def fused_glu_kernel(
@@ -139,21 +147,21 @@ def fused_glu_kernel(
       activation: of the gate, in float32.
       pdl: whether the next kernel may start early, as in `split_k_matmul_kernel`.
     """
-    num_rows, size = operands.rows.shape
-    tile_index, width = pl.program_id(0), out.y.shape[1]
+    size, width = operands.rows.shape[1], out.y.shape[1]
+    tile_index, rows = _tile_rows(operands, tiling)
     # Loaded before the matrix and used after it, so that no operation waits for it.
     squares = None
     if operands.squares is not None:
-        squares = load_squares(operands.squares, _padded_rows(num_rows))
+        squares = load_squares(operands.squares, rows.loaded)
     starts = [tile_index * tiling.block_n, tile_index * tiling.block_n + width]
     num_steps = jnp.int32(size // tiling.block_k)
-    gates, ups = _accumulate(operands, starts, jnp.int32(0), num_steps, tiling)
+    gates, ups = _accumulate(operands, rows, starts, jnp.int32(0), num_steps, tiling)
     if squares is not None:
         factors = inv_rms(squares, norm)
         factors = factors[None] if tiling.swap_ab else factors[:, None]
         gates, ups = gates * factors, ups * factors
     tile_index = launch_dependents(tile_index) if pdl else tile_index
-    _store_tile(out.y, (), tile_index * tiling.block_n, activation(gates) * ups, tiling)
+    _store_tile(out.y, (), rows, tile_index * tiling.block_n, activation(gates) * ups, tiling)
 
 
 def glu_activation_kernel(
@@ -196,9 +204,32 @@ def glu_activation_kernel(
     plgpu.store(out.y.at[row, column], (activation(gate) * up).astype(out.y.dtype), mask=inside)
 
 
-def _padded_rows(num_rows: int) -> jax.Array:
-    """Returns i32[M], row indices; padding repeats rows, so that a load needs no mask."""
-    return jax.lax.rem(jax.lax.iota(jnp.int32, pad_to_mma(num_rows)), jnp.int32(num_rows))
+class _TileRows(NamedTuple):
+    """Rows i32[M] of a tile: their numbers, and those to load, which repeat at the end."""
+
+    number: jax.Array
+    loaded: jax.Array
+
+
+def _tile_rows(operands: MatmulOperands, tiling: MatmulTiling) -> tuple[jax.Array, _TileRows]:
+    """Returns the program's number among those of its tile of rows, and the tile's rows.
+
+    Tiles of rows that read the same part of the matrix are neighbours, so that one alone waits for
+    memory. Padding repeats rows, so that a load needs no mask.
+    """
+    num_rows = operands.rows.shape[0]
+    num_tiles, block_m = _row_tiles(num_rows, tiling)
+    program, number = pl.program_id(0), jax.lax.iota(jnp.int32, block_m)
+    if num_tiles > 1:
+        program, tile = divmod_i32(program, num_tiles)
+        number += tile * block_m
+    return program, _TileRows(number, jax.lax.rem(number, jnp.int32(num_rows)))
+
+
+def _row_tiles(num_rows: int, tiling: MatmulTiling) -> tuple[int, int]:
+    """Returns the number of tiles of R rows, and the rows of a tile."""
+    block_m = tiling.block_m or pad_to_mma(num_rows)
+    return -(-num_rows // block_m), block_m
 
 
 def _first_step(operands: MatmulOperands, split: jax.Array, tiling: MatmulTiling) -> jax.Array:
@@ -208,29 +239,33 @@ def _first_step(operands: MatmulOperands, split: jax.Array, tiling: MatmulTiling
 
 def _accumulate(
     operands: MatmulOperands,
+    rows: _TileRows,
     starts: list[jax.Array],
     begin: jax.Array,
     end: jax.Array,
     tiling: MatmulTiling,
+    is_table: bool = False,
 ) -> list[jax.Array]:
     """Returns the sums over steps `begin` to `end` along K, of the tiles of columns at `starts`.
 
     Each is f32[M, block_n], or f32[block_n, M] with swapped operands.
     """
     num_rows, zero = operands.rows.shape[0], jnp.zeros((), operands.rows.dtype)
-    row, column = _padded_rows(num_rows), jax.lax.iota(jnp.int32, tiling.block_n)
+    row, column = rows.loaded, jax.lax.iota(jnp.int32, tiling.block_n)
     offset = jax.lax.iota(jnp.int32, tiling.block_k)
     shape = (row.shape[0], tiling.block_n)
     # Padding reads nothing here: every program reads all rows, whose lines lie in a few places.
-    is_row = (jax.lax.iota(jnp.int32, row.shape[0]) < num_rows)[:, None]
-    is_row = jnp.broadcast_to(is_row, (row.shape[0], tiling.block_k))
-    mask, other = (None, None) if num_rows == row.shape[0] else (is_row, zero)
+    is_row = jnp.broadcast_to((rows.number < num_rows)[:, None], (row.shape[0], tiling.block_k))
+    mask, other = (None, None) if num_rows % row.shape[0] == 0 else (is_row, zero)
 
     def step(i: jax.Array, totals: list[jax.Array]) -> list[jax.Array]:
         k = i * tiling.block_k + offset
-        rows = plgpu.load(operands.rows.at[row[:, None], k[None]], mask=mask, other=other)
+        x = plgpu.load(operands.rows.at[row[:, None], k[None]], mask=mask, other=other)
+        if is_table:
+            tiles = [plgpu.load(operands.matrix.at[(n + column)[:, None], k[None]]) for n in starts]
+            return [y + dot(tile, x, (1, 1)) for y, tile in zip(totals, tiles, strict=True)]
         tiles = [plgpu.load(operands.matrix.at[k[:, None], (n + column)[None]]) for n in starts]
-        return [x + _product(rows, tile, tiling) for x, tile in zip(totals, tiles, strict=True)]
+        return [y + _product(x, tile, tiling) for y, tile in zip(totals, tiles, strict=True)]
 
     zeros = jnp.zeros(shape[::-1] if tiling.swap_ab else shape, jnp.float32)
     return jax.lax.fori_loop(begin, end, step, [zeros for _ in starts])
@@ -241,10 +276,14 @@ def _product(rows: jax.Array, tile: jax.Array, tiling: MatmulTiling) -> jax.Arra
 
 
 def _store_tile(
-    reference: Any, lead: tuple[Any, ...], start: jax.Array, x: jax.Array, tiling: MatmulTiling
+    reference: Any,
+    lead: tuple[Any, ...],
+    rows: _TileRows,
+    start: jax.Array,
+    x: jax.Array,
+    tiling: MatmulTiling,
 ) -> None:
-    num_rows = reference.shape[-2]
-    row = jax.lax.iota(jnp.int32, pad_to_mma(num_rows))
+    num_rows, row = reference.shape[-2], rows.number
     column = start + jax.lax.iota(jnp.int32, tiling.block_n)
     if tiling.swap_ab:
         row, column = row[None], column[:, None]
@@ -255,24 +294,32 @@ def _store_tile(
 
 
 def split_k_matmul(
-    x: jax.Array, matrix: jax.Array, *, tiling: MatmulTiling, pdl: bool, interpret: bool
+    x: jax.Array,
+    matrix: jax.Array,
+    *,
+    tiling: MatmulTiling,
+    pdl: bool,
+    interpret: bool,
+    is_table: bool = False,
 ) -> jax.Array:
     """Returns the product as split-K parts, f32[Q, B, T', N].
 
     Args:
       x: [B, T', E].
-      matrix: [E, N].
-      tiling: block sizes.
+      matrix: [E, N]; with `is_table` [N, E].
+      tiling: block sizes; with `is_table` the matrix is the left operand.
       pdl: whether the next kernel may start early, as in `split_k_matmul_kernel`.
       interpret: run in Pallas' interpreter.
+      is_table: whether the matrix is an output layer's table.
     """
     *lead, size = x.shape
-    num_rows, width = math.prod(lead), matrix.shape[1]
+    num_rows, width = math.prod(lead), matrix.shape[0 if is_table else 1]
+    kernel = functools.partial(split_k_matmul_kernel, tiling=tiling, pdl=pdl and not interpret)
     parts = launch(
-        functools.partial(split_k_matmul_kernel, tiling=tiling, pdl=pdl and not interpret),
+        functools.partial(kernel, is_table=True) if is_table else kernel,
         MatmulOperands(x.reshape(num_rows, size), matrix),
         SplitKParts(output((tiling.split_k, num_rows, width))),
-        num_programs=width // tiling.block_n * tiling.split_k,
+        num_programs=width // tiling.block_n * tiling.split_k * _row_tiles(num_rows, tiling)[0],
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,
         interpret=interpret,
@@ -317,7 +364,7 @@ def fused_glu(
         kernel,
         MatmulOperands(x.reshape(num_rows, size), matrix, squares),
         GLUOutput(output((num_rows, width), x.dtype)),
-        num_programs=width // tiling.block_n,
+        num_programs=width // tiling.block_n * _row_tiles(num_rows, tiling)[0],
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,
         interpret=interpret,

@@ -51,7 +51,12 @@ class PreparedQKV(NamedTuple):
 
 
 def prepare_qkv_kernel(
-    operands: QKVOperands, out: PreparedQKV, *, norm: NormSpec, head_norm: NormSpec | None
+    operands: QKVOperands,
+    out: PreparedQKV,
+    *,
+    norm: NormSpec,
+    head_norm: NormSpec | None,
+    token_tile: int | None,
 ) -> None:
     """Sums, scales and rotates heads of some tokens, and writes keys and values to the cache.
 
@@ -72,13 +77,14 @@ def prepare_qkv_kernel(
       out: references; `keys` and `values` are those of `operands`.
       norm: the deferred norm.
       head_norm: of queries and keys; None if they have none.
+      token_tile: tokens of a program, padding included; None follows from their number.
     """
     num_kv_heads, num_slots, head_dim = operands.keys.shape[1:]
     num_tokens, num_query_heads = out.queries.shape[1:3]
     num_tiles = num_token_tiles(num_tokens)
     tile, head = divmod_i32(pl.program_id(0), num_query_heads + num_kv_heads)
     b, tile_in_request = divmod_i32(tile, num_tiles)
-    token = jax.lax.iota(jnp.int32, min(_TOKEN_TILE, next_power_of_2(num_tokens)))
+    token = jax.lax.iota(jnp.int32, token_tile or min(_TOKEN_TILE, next_power_of_2(num_tokens)))
     token += tile_in_request * _TOKEN_TILE
     inside = token < num_tokens
     qkv = RequestQKV(operands, b, make_inv_rms(operands.squares, b, num_tokens, norm), head_norm)

@@ -6,7 +6,7 @@ depend on shapes, the shared memory of a program, and a `DecodeConfig`.
 
 import dataclasses
 import math
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from specjax.pallas.kernel_config import Tile, next_power_of_2
 
@@ -16,6 +16,7 @@ __all__ = [
     "BLOCK_KV",
     "DecodeConfig",
     "GLU_TILE",
+    "INVARIANT_BLOCK_M",
     "MIN_MMA",
     "MatmulTiling",
     "NUM_MULTIPROCESSORS",
@@ -23,6 +24,7 @@ __all__ = [
     "combines_in_attention",
     "glu_tiling",
     "matmul_tiling",
+    "norm_tile",
     "num_attention_stages",
     "num_attention_warps",
     "num_kv_splits",
@@ -54,6 +56,14 @@ MIN_MMA = 16
 # of 64 rows are resident at once, so that one multiplies while the other exponentiates.
 _LONG_ROWS, _MAX_LONG_ROWS = 64, 128
 
+# Where a row's bits depend on no other row: rows of a tile of queries, its warps, and the blocks of
+# a segment. 32 rows are the heads of 8 tokens of an 8B model's key-value head. So many programs
+# read whole texts, segment after segment; fewer share them.
+_INVARIANT_ROWS, _INVARIANT_WARPS, _SEGMENT, _MIN_WHOLE_PROGRAMS = 32, 4, 4, 256
+
+# Rows of a product's tile, where a row's bits depend on no other row.
+INVARIANT_BLOCK_M = 128
+
 # Most splits that a long request has, beyond an even share of the GPU, and most programs for them.
 # Programs without slots to read end at once, but each takes a microsecond to begin.
 _MAX_LONG_SPLITS, _MAX_LONG_PROGRAMS = 16, 4096
@@ -78,6 +88,8 @@ class DecodeConfig:
       num_register_splits: splits that the combining program loads at a time.
       combines_in_attention: whether the last program of a key-value head combines its splits.
       max_matmul_rows: rows up to which the kernels multiply; XLA multiplies more.
+      row_invariant: whether a row's bits depend on no other row. Then sums have one order for any
+        number of rows, the kernels multiply all of them, and the sizes above are not read.
     """
 
     prepares_in_attention: bool | None = None
@@ -86,6 +98,11 @@ class DecodeConfig:
     num_register_splits: int | None = None
     combines_in_attention: bool | None = None
     max_matmul_rows: int = 128
+    row_invariant: bool = False
+
+    def for_row_invariance(self) -> Self:
+        """Returns the choices with which a row's bits depend on no other row."""
+        return dataclasses.replace(self, row_invariant=True)
 
 
 class MatmulTiling(NamedTuple):
@@ -99,6 +116,7 @@ class MatmulTiling(NamedTuple):
         of the left operand at a time, and as few as 8 columns of the right one.
       num_warps: of a program.
       num_stages: iterations of the loop whose loads are in flight at once.
+      block_m: rows of a program's tile; None is all rows.
     """
 
     block_n: int
@@ -107,6 +125,7 @@ class MatmulTiling(NamedTuple):
     swap_ab: bool
     num_warps: int
     num_stages: int
+    block_m: int | None = None
 
 
 class AttentionTiling(NamedTuple):
@@ -124,6 +143,10 @@ class AttentionTiling(NamedTuple):
       num_stages: iterations of the loop over slots whose loads are in flight at once.
       num_register_splits: splits that the combining program loads at a time.
       combines_in_attention: whether the last program combines; not read if `prepares_in_attention`.
+      segment: blocks of a segment. If not None, sums are those of the segments of a text, added in
+        their order, whichever program has them.
+      prepared_tokens: tokens of a tile of the launch that prepares queries, keys and values; None
+        follows from their number.
     """
 
     prepares_in_attention: bool
@@ -137,6 +160,8 @@ class AttentionTiling(NamedTuple):
     num_stages: int
     num_register_splits: int
     combines_in_attention: bool
+    segment: int | None = None
+    prepared_tokens: int | None = None
 
 
 def pad_to_mma(n: int) -> int:
@@ -246,6 +271,29 @@ def attention_tiling(
       config: sizes other than the defaults.
     """
     (batch, num_tokens), (_, num_kv_heads, num_slots, head_dim) = positions, cache
+    if config.row_invariant:
+        num_rows = max(_INVARIANT_ROWS, pad_to_mma(queries_per_kv))
+        num_stages = num_attention_stages(num_rows, head_dim, itemsize, shared_memory_bytes)
+        if num_rows > _MAX_LONG_ROWS or num_stages == 0:
+            return None
+        num_tiles = -(-num_padded_tokens // (num_rows // queries_per_kv))
+        is_whole = batch * num_kv_heads * num_tiles >= _MIN_WHOLE_PROGRAMS
+        num_splits = 1 if is_whole else -(-num_slots // (BLOCK_KV * _SEGMENT))
+        return AttentionTiling(
+            prepares_in_attention=False,
+            num_rows=num_rows,
+            tokens_per_tile=num_rows // queries_per_kv,
+            num_tiles=num_tiles,
+            num_splits=num_splits,
+            even_splits=num_splits,
+            blocks_per_split=_SEGMENT,
+            num_warps=_INVARIANT_WARPS,
+            num_stages=num_stages,
+            num_register_splits=1,
+            combines_in_attention=True,
+            segment=_SEGMENT,
+            prepared_tokens=16,
+        )
     is_one_tile = num_tokens <= 16 and num_tokens * queries_per_kv <= 64
     if is_one_tile:
         is_fused = _default(config.prepares_in_attention, prepares_in_attention(batch))
@@ -290,6 +338,15 @@ def attention_tiling(
         num_register_splits=at_once,
         combines_in_attention=combines,
     )
+
+
+def norm_tile(size: int, config: DecodeConfig) -> Tile:
+    """Returns the tile of rows [E] that one program adds and squares.
+
+    Readers add up the squares of a row's tiles, in an order that depends on how many rows they
+    have. So where no bit may depend on that, a row is one tile.
+    """
+    return Tile(next_power_of_2(size), 8) if config.row_invariant else ADD_NORM_TILE
 
 
 def _default(value: Any, default: Any) -> Any:

@@ -1,0 +1,94 @@
+"""Options of `specjax serve`, and their checks."""
+
+import argparse
+import importlib.util
+import math
+from typing import Any
+
+from specjax.cli.option_table import Option, add_options, check_limits, flag
+from specjax.cli.processes import MESH_OPTIONS, check_mesh_options
+from specjax.cli.speculation_arguments import SPECULATION_OPTIONS, make_config
+from specjax.config import SpeculativeConfig
+
+__all__ = ["add_serve", "parse_serve_options"]
+
+_PACKAGES = ("starlette", "uvicorn")
+_SERVER_OPTIONS = {
+    "host": Option(
+        *(str, "HOST"),
+        "address to listen on; others than this machine reach 0.0.0.0, and SPECJAX_API_KEY in the "
+        "environment is the key that they then should need",
+        default="127.0.0.1",
+    ),
+    "port": Option(int, "PORT", "port to listen on; 0 is any that is free", (0, 65535), 8000),
+    "model_name": Option(str, "NAME", "the model's name; default: that of the target's folder"),
+    "timeout": Option(
+        float, "SECONDS", "most seconds of a request, its time in the queue included", (1, 1e6), 600
+    ),
+    "max_body_bytes": Option(int, "N", "most bytes of a request's body", (1, 2**30), 2**20),
+}
+_ENGINE_OPTIONS = {
+    "num_slots": Option(int, "B", "requests that are decoded at once", (1, 4096), 16),
+    "max_length": Option(
+        *(int, "S"),
+        "most tokens of a prompt and its text together; default: the target's longest sequence, at "
+        "most 4096",
+        (2, math.inf),
+    ),
+    "max_waiting": Option(
+        int, "N", "requests that wait for a slot before others get 429", (1, 2**20), 1024
+    ),
+    "max_logprobs": Option(
+        *(int, "N"),
+        "likeliest tokens that requests may have listed for each token, by logprobs and "
+        "top_logprobs; each step lists them. Default: none, and log-probabilities of the tokens "
+        "themselves cost nothing",
+        (0, math.inf),
+    ),
+    "no_penalties": flag("requests cannot set penalties, for which each slot counts its tokens"),
+    "no_schemas": flag("requests cannot set a JSON schema, for which each step reads masks"),
+}
+
+
+def add_serve(commands: Any, pair_options: dict[str, Option]) -> None:
+    """Adds `serve` to the parser's commands.
+
+    Args:
+      commands: of argparse.
+      pair_options: that name the target and the draft.
+    """
+    serve = commands.add_parser(
+        "serve",
+        help="serve a pair in OpenAI's protocol",
+        description="Serves /v1/completions and /v1/chat/completions, by whose protocol OpenAI's "
+        "clients and lm-eval speak. SIGTERM ends the server when what runs has ended.",
+        allow_abbrev=False,
+    )
+    # What the code that it shares with `generate` asks for.
+    serve.set_defaults(logprobs=None, process=None, coordinator=None, quiet=False, input=None)
+    add_options(serve.add_argument_group("server"), _SERVER_OPTIONS)
+    named = {name: option for name, option in pair_options.items() if name != "chat"}
+    add_options(serve.add_argument_group("models"), named | MESH_OPTIONS)
+    add_options(serve.add_argument_group("engine"), _ENGINE_OPTIONS)
+    add_options(serve.add_argument_group("speculation"), SPECULATION_OPTIONS)
+
+
+def parse_serve_options(
+    options: argparse.Namespace,
+) -> tuple[argparse.Namespace, SpeculativeConfig]:
+    """Returns checked options, and the config that they describe.
+
+    Raises:
+      ValueError: for a wrong option, and without the packages of the extra `serve`.
+    """
+    check_limits(options, _SERVER_OPTIONS | _ENGINE_OPTIONS)
+    check_mesh_options(options)
+    missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ValueError(f"{' and '.join(missing)} is missing; pip install 'specjax[serve]'.")
+    if not options.no_schemas and importlib.util.find_spec("llguidance") is None:
+        raise ValueError(
+            "llguidance is missing, which reads JSON schemas; pip install 'specjax[grammar]', or "
+            "give --no-schemas."
+        )
+    return options, make_config(options)

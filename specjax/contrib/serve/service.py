@@ -1,0 +1,251 @@
+"""`Service`: submits what a request asks for to the engine, and makes parts of what comes back.
+
+Parameters -> `Service.submit` -> a `Choice` of each sample of each prompt -> `Choice.parts`
+"""
+
+import queue
+import secrets
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specjax.contrib.serve.codec import Codec
+from specjax.contrib.serve.errors import ApiError
+from specjax.contrib.serve.limits import Limits
+from specjax.contrib.serve.parameters import Parameters
+from specjax.contrib.serve.responses import Part
+from specjax.contrib.serve.token_scores import TokenScore, score_tokens
+from specjax.contrib.serve.token_texts import Offsets, TokenTexts
+from specjax.decode.matchers import Matcher
+from specjax.engine.async_engine import AsyncEngine
+from specjax.engine.request import FinishReason, StreamChunk, openai_finish_reason
+from specjax.engine.request_stream import RequestStream
+from specjax.processing.sampling_params import SamplingParams
+
+__all__ = ["Choice", "Service"]
+
+# Values by which a field of `SamplingParams` changes nothing.
+_OFF = {"top_k": (0, -1), "top_p": (1,), "min_p": (0,), "repetition_penalty": (1,)}
+
+
+class Choice:
+    """One text of an answer.
+
+    Args:
+      index: of the choice, over prompts x n.
+      stream: the engine's.
+      parameters: of the request.
+      texts: of single tokens.
+      echoed: the text of the prompt, or None if the choice does not begin with it.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        stream: RequestStream,
+        parameters: Parameters,
+        texts: TokenTexts,
+        echoed: str | None,
+    ) -> None:
+        self.index, self.stream = index, stream
+        self._num_logprobs, self._echoed = parameters.num_logprobs, echoed
+        self._offsets = Offsets(texts)
+
+    async def parts(self) -> AsyncIterator[Part]:
+        """Yields what the choice gained, until its end.
+
+        Raises:
+          ApiError: if it ends otherwise than by its length, an end token or a stop string.
+        """
+        async for chunk in self.stream:
+            part = self._part(chunk)
+            if part.text or part.scores or part.finish_reason is not None:
+                yield part
+
+    def _part(self, chunk: StreamChunk) -> Part:
+        """Returns what a chunk adds; the first adds the prompt, too, if it is echoed."""
+        text, scores, offsets = chunk.text, None, list[int]()
+        if self._num_logprobs is not None:
+            scores = self._scores(chunk)
+            if self._echoed is not None:
+                scores = self._prompt_scores() + scores
+            offsets = self._offsets.take(score.token_id for score in scores)
+        text, self._echoed = (self._echoed or "") + text, None
+        reason = chunk.finish_reason
+        word = None if reason is None else _finish_reason(reason, chunk.error)
+        return Part(self.index, text, scores, offsets, word)
+
+    def _scores(self, chunk: StreamChunk) -> list[TokenScore]:
+        listed = self._num_logprobs or 0
+        return score_tokens(chunk.token_ids, chunk.logprobs, chunk.top_logprobs, listed)
+
+    def _prompt_scores(self) -> list[TokenScore]:
+        request = self.stream.request
+        rows = request.prompt_logprobs
+        assert rows is not None
+        logprobs = [None if row is None else float(row.logprob) for row in rows]
+        ids = request.prompt_token_ids
+        return score_tokens(ids, logprobs, rows, self._num_logprobs or 0)
+
+
+def _finish_reason(reason: str, error: str | None) -> str:
+    """Returns an end in OpenAI's words, or raises it as an error."""
+    word = openai_finish_reason(reason)
+    if word is None:
+        status = 504 if reason == FinishReason.TIMED_OUT else 500
+        raise ApiError(error or f"the text ended as {reason}.", status=status, code=reason)
+    return word
+
+
+class Service:
+    """An engine as a service.
+
+    Args:
+      engine: whose thread steps it.
+      codec: of the target.
+      name: of the model.
+      limits: of a request.
+      sampling: names of the fields that requests may set.
+
+    Attributes:
+      matcher_of: JSON schema -> matcher; None if the engine takes none.
+    """
+
+    def __init__(
+        self,
+        engine: AsyncEngine,
+        codec: Codec,
+        name: str,
+        limits: Limits,
+        *,
+        sampling: Sequence[str] = (),
+    ) -> None:
+        self.engine, self.codec, self.name, self.limits = engine, codec, name, limits
+        self.texts = TokenTexts(codec.tokenizer, limits.vocab_size)
+        self._sampling = tuple(sampling)
+        self.matcher_of: Callable[[Any], Matcher] | None = None
+
+    def submit(self, parameters: Parameters) -> list[Choice]:
+        """Returns the choices of a request, all of them in the engine's queue.
+
+        Raises:
+          ApiError: for a model of another name, what the engine refuses, and a full queue.
+        """
+        if parameters.model not in (None, self.name):
+            raise ApiError(
+                f"the model is {parameters.model!r}; this server has {self.name!r}.",
+                "model",
+                status=404,
+                code="model_not_found",
+            )
+        prompts = self._encode(parameters)
+        arguments = self._arguments(parameters)
+        streams: list[RequestStream] = []
+        try:
+            for ids in prompts:
+                streams += self._submit_prompt(ids, parameters, arguments)
+        except BaseException as error:
+            for stream in streams:
+                stream.close()
+            raise _refusal(error) from error
+        owners = [i for i in range(len(prompts)) for _ in range(parameters.num_samples)]
+        echoed = [self._echo(parameters, i, prompts[i]) for i in range(len(prompts))]
+        return [
+            Choice(index, stream, parameters, self.texts, echoed[owner])
+            for index, (stream, owner) in enumerate(zip(streams, owners, strict=True))
+        ]
+
+    def _encode(self, parameters: Parameters) -> list[list[int]]:
+        """Returns the ids of each prompt, which leave room for what they may get."""
+        most = self.limits.max_length
+        if parameters.messages:
+            prompts = [self.codec.encode_chat(parameters.messages, most)]
+        else:
+            prompts = [self.codec.encode_prompt(prompt, most) for prompt in parameters.prompts]
+        for ids in prompts:
+            num_new = parameters.max_new_tokens or 1
+            if len(ids) + num_new > most:
+                raise ApiError(
+                    f"the prompt has {len(ids)} tokens and may get {num_new} new ones; this server "
+                    f"takes at most {most} together.",
+                    "messages" if parameters.messages else "prompt",
+                    code="context_length_exceeded",
+                )
+        return prompts
+
+    def _arguments(self, parameters: Parameters) -> dict[str, Any]:
+        """Returns the arguments of the engine's `submit` but for prompt, seed and matcher."""
+        values = {}
+        for name, value in parameters.sampling.items():
+            if name in self._sampling:
+                values[name] = value
+            elif value not in _OFF.get(name, (0,)):
+                raise ApiError(f"{name} is given; this server was started without it.", name)
+        if parameters.schema is not None and self.matcher_of is None:
+            raise ApiError(
+                "response_format is given; this server was started without JSON schemas.",
+                "response_format",
+            )
+        arguments = {
+            "max_new_tokens": parameters.max_new_tokens,
+            "temperature": parameters.temperature,
+            "eos_token_ids": self.codec.eos_token_ids,
+            "sampling": SamplingParams(**values) if values else None,
+            "stop": parameters.stop,
+            "timeout": self.limits.max_seconds,
+        }
+        if parameters.echo and parameters.num_logprobs is not None:
+            if self.limits.max_logprobs is None:
+                raise ApiError(
+                    "echo is given with logprobs; this server was started without --max-logprobs.",
+                    "logprobs",
+                )
+            arguments["prompt_logprobs"] = True
+        return arguments
+
+    def _submit_prompt(
+        self, ids: list[int], parameters: Parameters, arguments: dict[str, Any]
+    ) -> list[RequestStream]:
+        """Returns a stream of each sample: sample i has the key folded with i, if n > 1."""
+        seed = secrets.randbits(63) if parameters.seed is None else parameters.seed
+        num_samples, schema = parameters.num_samples, parameters.schema
+        if schema is None:
+            if num_samples == 1:
+                return [self.engine.submit(ids, seed=seed, **arguments)]
+            return self.engine.submit_samples(num_samples, ids, seed=seed, **arguments)
+        assert self.matcher_of is not None
+        # A matcher reads one text.
+        key = _key_of_seed(seed)
+        keys = (
+            [key] if num_samples == 1 else [jax.random.fold_in(key, i) for i in range(num_samples)]
+        )
+        return [
+            self.engine.submit(ids, key=key, matcher=self.matcher_of(schema), **arguments)
+            for key in keys
+        ]
+
+    def _echo(self, parameters: Parameters, index: int, ids: list[int]) -> str | None:
+        if not parameters.echo:
+            return None
+        prompt = parameters.prompts[index]
+        return prompt if isinstance(prompt, str) else self.codec.tokenizer.decode(ids)
+
+
+def _key_of_seed(seed: int) -> jax.Array:
+    """Returns the key that the engine makes of a seed, of its 64 bits."""
+    words = np.array([seed >> 32 & 0xFFFFFFFF, seed & 0xFFFFFFFF], np.uint32)
+    return jax.random.wrap_key_data(jnp.asarray(words), impl="threefry2x32")
+
+
+def _refusal(error: BaseException) -> BaseException:
+    """Returns what a refusal of the engine is for a client."""
+    if isinstance(error, queue.Full):
+        return ApiError(str(error), status=429, code="queue_full")
+    if isinstance(error, ValueError):
+        return ApiError(str(error))
+    if isinstance(error, RuntimeError):
+        return ApiError(str(error), status=503)
+    return error

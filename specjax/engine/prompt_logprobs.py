@@ -1,0 +1,94 @@
+"""Log-probabilities of a prompt's tokens, listed by the programs that read the prompt.
+
+    positions of a chunk -> `next_ids` -> `Programs.list_chunk` -> `TopLogprobs` of the chunk's rows
+
+A chunk of which no prompt is listed is read by a program without logits. The arrays stay on the
+device until the request's first token is delivered: by then they are computed.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from specjax.decode.logprobs import TopLogprobs
+from specjax.engine.slots import PromptCaches
+
+__all__ = ["PromptListing", "run_chunk"]
+
+
+class _Listed(NamedTuple):
+    """A program's result for one chunk: which rows of it are of tokens of one prompt.
+
+    Attributes:
+      top: [R, C, ...] of R prompts or pieces, on the device.
+      rows: those of the prompt.
+      is_token: bool[rows, C], false for padding.
+    """
+
+    top: TopLogprobs
+    rows: slice
+    is_token: np.ndarray
+
+
+class PromptListing:
+    """`TopLogprobs` of each token of a prompt, chunk by chunk.
+
+    Args:
+      token_ids: the prompt, i32[L].
+    """
+
+    def __init__(self, token_ids: np.ndarray) -> None:
+        self._token_ids = token_ids
+        self._chunks: list[_Listed] = []
+
+    def next_ids(self, positions: np.ndarray) -> np.ndarray:
+        """Returns the token after each of some positions; -1 after a position of -1.
+
+        Example:
+          >>> PromptListing(np.array([7, 8, 9])).next_ids(np.array([[0, 1, -1]])).tolist()
+          [[8, 9, -1]]
+        """
+        return np.where(positions < 0, -1, self._token_ids[positions + 1]).astype(np.int32)
+
+    def add(self, top: TopLogprobs, rows: slice, positions: np.ndarray) -> None:
+        """Adds a chunk, of which `rows` are this prompt's next tokens."""
+        self._chunks.append(_Listed(top, rows, positions[rows] >= 0))
+
+    def by_token(self) -> list[TopLogprobs | None]:
+        """Returns a `TopLogprobs` of NumPy arrays for each token; None for the first."""
+        listed: list[TopLogprobs | None] = [None]
+        for top, rows, is_token in jax.device_get(self._chunks):
+            values = [leaf[rows][is_token] for leaf in top]
+            listed += [TopLogprobs(*row) for row in zip(*values, strict=True)]
+        return listed
+
+
+def run_chunk(
+    read: Callable[..., PromptCaches],
+    list_chunk: Callable[..., tuple[PromptCaches, TopLogprobs]] | None,
+    caches: PromptCaches | None,
+    chunk: tuple[np.ndarray, ...],
+    owners: Iterable[tuple[PromptListing | None, slice]],
+) -> PromptCaches:
+    """Returns caches after a chunk, and adds its log-probabilities to the prompts that list them.
+
+    Args:
+      read: `Programs.prefill_chunk` or `Programs.prefill_batch`.
+      list_chunk: `Programs.list_chunk`; None if no prompt is listed.
+      caches: before the chunk.
+      chunk: token ids and positions, i32[R, C] each, and for pieces their places.
+      owners: the listing of each prompt in the chunk, or None, and the prompt's rows.
+    """
+    listings = [(listing, rows) for listing, rows in owners if listing is not None]
+    if list_chunk is None or not listings:
+        return read(caches, *chunk)
+    token_ids, positions, *places = chunk
+    next_ids = np.full_like(positions, -1)
+    for listing, rows in listings:
+        next_ids[rows] = listing.next_ids(positions[rows])
+    caches, top = list_chunk(caches, token_ids, positions, next_ids, *places)
+    for listing, rows in listings:
+        listing.add(top, rows, positions)
+    return caches
