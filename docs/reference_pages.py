@@ -52,8 +52,8 @@ PAGES = (
     ),
     (
         "Evaluate",
-        "Log-probabilities of given texts.",
-        """score TextScores""",
+        "Log-probabilities of given texts, and whether a model's rows depend on their neighbours.",
+        """score TextScores check_row_invariance RowInvariance RowCase""",
     ),
     (
         "Sampling parameters",

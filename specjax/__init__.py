@@ -8,7 +8,7 @@ Processing: `SamplingParams`, `process_logits`, `top_logprobs`, `kept_tokens`, `
 `count_tokens`.
 Decoding: `generate`, `init`, `step`, `LoopOptions`, `commit`, `unpad`, `model_drafter`,
 `ngram_drafter`, `whole_prompt_drafter`, `RowMasks`.
-Evaluation: `score`, `TextScores`.
+Evaluation: `score`, `TextScores`; a model's rows: `check_row_invariance`.
 Serving: `Engine`, `AsyncEngine`, `Request`; memory: `memory_needs`.
 Compilation: `compile_generate`, `load_compiled`, `enable_compilation_cache`.
 Synthetic acceptance: `geometric_rates`, `conditional_rates`, `rates_for_length`.
@@ -41,6 +41,7 @@ from specjax.decode.memory import MemoryNeeds, memory_needs
 from specjax.decode.metrics import Metrics, init_metrics, update_metrics
 from specjax.decode.options import LoopOptions
 from specjax.decode.propose import DraftInputs, propose
+from specjax.decode.row_invariance import RowCase, RowInvariance, check_row_invariance
 from specjax.decode.score import TextScores, score
 from specjax.decode.state import DecodeState, Settings, StepInfo
 from specjax.decode.step_times import measure_step_costs
@@ -105,6 +106,8 @@ __all__ = [
     "RaggedDraft",
     "Request",
     "RequestStream",
+    "RowCase",
+    "RowInvariance",
     "RowMasks",
     "Rule",
     "Sample",
@@ -125,6 +128,7 @@ __all__ = [
     "apply_sampling",
     "bad_words_array",
     "bias_array",
+    "check_row_invariance",
     "commit",
     "compile_generate",
     "conditional_rates",

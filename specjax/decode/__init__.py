@@ -6,6 +6,7 @@
 |---|---|
 | `generate`, `init_and_step` | public calls: whole texts, and one step at a time for streaming |
 | `score` | log-probabilities of given texts |
+| `row_invariance` | whether a model's rows depend on what is computed next to them |
 | `compile/` | `generate`, compiled before the first prompt; programs in a file |
 | `prefill` | the prompts, read in chunks by one program whatever their length |
 | `step` | one step, as five calls |

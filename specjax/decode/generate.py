@@ -44,8 +44,8 @@ class Generation(NamedTuple):
       origins: i8[B, S], 0 for the prompt and padding, else one of `Origin`.
       finish: i8[B], one of `Finish`.
       metrics: `Metrics` of all steps.
-      top_logprobs: `TopLogprobs` [B, S, ...] of the generated tokens, -1 and 0 elsewhere; None if
-        none are listed.
+      top_logprobs: `TopLogprobs` [B, S, ...] of the generated tokens and, if they are listed, of
+        the prompts' after the first; -1 and 0 elsewhere. None if none are listed.
       kept_tokens: `KeptTokens` [B, S, ...] of the generated tokens, 0 and -1 elsewhere; None if
         none are listed.
     """

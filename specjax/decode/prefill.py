@@ -25,9 +25,11 @@ from specjax.decode.compile.compiler_options import prefill_options
 from specjax.decode.draft_step import propose_draft
 from specjax.decode.drafters import Models
 from specjax.decode.kinds import Kinds
+from specjax.decode.logprobs import TopLogprobs, empty_logprobs
 from specjax.decode.metrics import init_metrics
 from specjax.decode.options import StaticOptions, StepOptions
 from specjax.decode.request_batch import check_prompt_ids
+from specjax.decode.score import list_next_logprobs
 from specjax.decode.state import DecodeState, RequestBatch
 from specjax.decode.target_step import (
     TargetRows,
@@ -39,7 +41,7 @@ from specjax.decode.token_info import empty_token_info
 from specjax.devices.placement import pvary_like, with_auto_axes
 from specjax.processing.apply_sampling import count_prompt
 from specjax.processing.grammar import start_states
-from specjax.types import Draft, Pieces
+from specjax.types import Draft, Model, Pieces
 
 __all__ = [
     "begin_compilation",
@@ -196,29 +198,69 @@ def run_prefill(models: Models, requests: RequestBatch, *, options: StaticOption
         return _read_chunk(models, before, padded, done, chunk_size, reads_last)
 
     def read(carry: Any) -> Any:
-        done, *caches, last = carry
+        done, *caches, last, listed = carry
         *caches, outputs = read_next(done, *caches)
+        listed = _list_chunk(models.target, state, listed, outputs[0], done)
         if reads_last:
             index = lengths - 1 - done
             is_here = ((index >= 0) & (index < chunk_size))[:, None, None]
             last = jax.tree.map(
                 lambda old, new: jnp.where(is_here, _gather_token(new, index), old), last, outputs
             )
-        return pvary_like((done + jnp.int32(chunk_size), *caches, last), carry)
+        return pvary_like((done + jnp.int32(chunk_size), *caches, last, listed), carry)
 
     caches = (state.target_cache, state.drafter_state)
     last = jax.eval_shape(read_next, jnp.int32(0), *caches)[2] if reads_last else None
     last = jax.tree.map(lambda x: jnp.zeros((x.shape[0], 1, *x.shape[2:]), x.dtype), last)
-    start = (jnp.int32(0), *caches, last)
+    listed = _begin_listing(state, padded.shape[1]) if options.prompt_logprobs else None
+    start = (jnp.int32(0), *caches, last, listed)
     # A loop's first carry must have the type of its later ones. Inside `shard_map` that includes
     # the mesh axes over which a value varies, which `pvary_like` marks.
     start = pvary_like(start, start, prompt, lengths, models)
     end = jnp.max(lengths if reads_last else lengths - 1)
-    _, *caches, last = jax.lax.while_loop(lambda carry: carry[0] < end, read, start)
+    _, *caches, last, listed = jax.lax.while_loop(lambda carry: carry[0] < end, read, start)
+    if listed is not None:
+        listed = jax.tree.map(lambda buffer: buffer[:, : prompt.shape[1]], listed)
+        state = state._replace(top_logprobs=listed)
     # Without copies, arrays of the caller would be leaves of the state, and could not be donated.
     state = jax.tree.map(jnp.copy, state._replace(target_cache=None, drafter_state=None))
     state = state._replace(target_cache=caches[0], drafter_state=caches[1])
     return (state, last) if reads_last else state
+
+
+def _begin_listing(state: DecodeState, width: int) -> TopLogprobs | None:
+    """Returns buffers [B, width + 1, ...] for the chunks of prompts that are padded to a width."""
+    config = state.settings.token_info
+    assert config is not None
+    return empty_logprobs(config.logprobs, (state.lengths.shape[0], width + 1))
+
+
+def _list_chunk(
+    target: Model,
+    state: DecodeState,
+    listed: TopLogprobs | None,
+    hidden: jax.Array,
+    done: jax.Array,
+) -> TopLogprobs | None:
+    """Returns the buffers with `TopLogprobs` of the tokens after a chunk's.
+
+    Args:
+      target: as in `generate`.
+      state: with the prompts, -1 after their ends.
+      listed: from `_begin_listing`; None lists nothing.
+      hidden: [B, C, D], of the tokens from `done` on.
+      done: i32[], how many tokens were read before the chunk.
+    """
+    if listed is None:
+        return None
+    missing = listed.rank.shape[1] - state.token_ids.shape[1]
+    padded = jnp.pad(state.token_ids, ((0, 0), (0, missing)), constant_values=-1)
+    next_ids = jax.lax.dynamic_slice_in_dim(padded, done + 1, hidden.shape[1], axis=1)
+    top = list_next_logprobs(target, hidden, next_ids, listed.token_ids.shape[2])
+    return jax.tree.map(
+        lambda buffer, new: jax.lax.dynamic_update_slice_in_dim(buffer, new, done + 1, axis=1),
+        *(listed, top),
+    )
 
 
 def _gather_token(rows: jax.Array, index: jax.Array) -> jax.Array:

@@ -34,7 +34,7 @@ from specjax.decode.target_step import apply_model, vocabulary_size
 from specjax.devices.placement import with_auto_axes
 from specjax.types import Model
 
-__all__ = ["TextScores", "list_next_logprobs", "score"]
+__all__ = ["TextScores", "list_next_logprobs", "new_cache", "score"]
 
 # Texts that are read together by default.
 _BATCH_SIZE = 8
@@ -61,7 +61,7 @@ class TextScores(NamedTuple):
 
 
 def score(
-    target: Model,
+    model: Model,
     texts: Any,
     *,
     batch_size: int | None = None,
@@ -78,7 +78,7 @@ def score(
     together. So N texts of at most L tokens get less than N C + B (L + C) tokens of padding.
 
     Args:
-      target: a `Model`.
+      model: a `Model`.
       texts: N lists of ids in [0, V), none of them empty. Or a tuple of arrays (ids, lengths), as
         prompts of `generate`. The host reads them, so they cannot be traced.
       batch_size: B, a Python int >= 1. Fewer texts are padded to it, so that any number of texts
@@ -92,7 +92,7 @@ def score(
 
     Raises:
       ValueError: for texts that are empty or traced, or have ids outside [0, V). For texts that
-        `options.max_length` or the target's positions do not hold. For more log-probabilities than
+        `options.max_length` or the model's positions do not hold. For more log-probabilities than
         tokens, and a `logprobs_mode` other than "raw".
       MemoryError: if the device has no room. The error names the bytes of a batch's caches.
 
@@ -109,30 +109,31 @@ def score(
       Gao et al., 2023, doi:10.5281/zenodo.10256836, whose `loglikelihood` sums such values.
     """
     rows = parse_texts("texts", texts)
-    batch_size, chunk_size = _check_sizes(target, len(rows), batch_size, options)
+    batch_size, chunk_size = _check_sizes(model, len(rows), batch_size, options)
     # Longest first: what does not fit the device fails before time was spent on the others.
     order = sorted(range(len(rows)), key=lambda i: -rows[i].size)
     longest = [rows[i].size for i in order[::batch_size]]
-    capacities = [_choose_capacity(size, options.max_length, target.max_length) for size in longest]
+    capacities = [_choose_capacity(size, options.max_length, model.max_length) for size in longest]
     sizes = (batch_size, min(chunk_size, capacities[0]), capacities[0])
-    _check_vocabulary(target, rows, options.num_logprobs, sizes)
+    _check_vocabulary(model, rows, options.num_logprobs, sizes)
     scores: dict[int, TextScores] = {}
     for start, max_length in zip(range(0, len(rows), batch_size), capacities, strict=True):
         members = order[start : start + batch_size]
         batch = [rows[i] for i in members] + [_NO_TOKENS] * (batch_size - len(members))
-        with explain_out_of_memory(Models(target, None), batch_size, max_length):
+        with explain_out_of_memory(Models(model, None), batch_size, max_length):
             size = min(chunk_size, max_length)
-            top = _read_batch(target, batch, max_length, size, options.num_logprobs)
+            operands = (model, batch, max_length, size, options.num_logprobs)
+            top = with_auto_axes(_read_batch, model.placement, *operands, like=())
         for place, i in enumerate(members):
             scores[i] = _scores_of(rows[i], top, place, options.num_logprobs)
     return [scores[i] for i in range(len(rows))]
 
 
 def _check_sizes(
-    target: Model, num_texts: int, batch_size: int | None, options: LoopOptions
+    model: Model, num_texts: int, batch_size: int | None, options: LoopOptions
 ) -> tuple[int, int]:
     """Returns B and C of `score`, or refuses them or the options."""
-    check_type("target", target, Model, "a specjax.Model")
+    check_type("model", model, Model, "a specjax.Model")
     check_type("options", options, LoopOptions, "specjax.LoopOptions(...)")
     check_logprobs_config(options.num_logprobs, options.logprobs_mode)
     if options.logprobs_mode != "raw":
@@ -142,7 +143,7 @@ def _check_sizes(
     if batch_size is None:
         batch_size = min(_BATCH_SIZE, num_texts)
     batch_size = check_count("batch_size", batch_size, 1, "the texts that are read together")
-    batch_size = round_up_to_mesh(batch_size, target.placement)
+    batch_size = round_up_to_mesh(batch_size, model.placement)
     chunk_size = options.prefill_chunk_size
     chunk_size = default_chunk_size(batch_size) if chunk_size is None else chunk_size
     why = "the tokens of a text that are read at once"
@@ -157,38 +158,38 @@ def _choose_capacity(longest: int, max_length: int | None, limit: int | None) ->
     max_length = check_count("max_length", max_length, 1, "the tokens that caches have room for")
     if limit is not None and max_length > limit:
         raise ValueError(
-            f"max_length is {max_length}, and the target takes texts of at most {limit} tokens."
+            f"max_length is {max_length}, and the model takes texts of at most {limit} tokens."
         )
     if longest > max_length:
-        cause = "the target takes" if max_length == limit else "max_length is"
+        cause = "the model takes" if max_length == limit else "max_length is"
         raise ValueError(f"texts has one of {longest} tokens, and {cause} {max_length}.")
     return max_length
 
 
 def _check_vocabulary(
-    target: Model, rows: list[np.ndarray], num_logprobs: int | None, sizes: tuple[int, int, int]
+    model: Model, rows: list[np.ndarray], num_logprobs: int | None, sizes: tuple[int, int, int]
 ) -> None:
-    """Refuses ids that the target does not have, and more listed tokens than it has.
+    """Refuses ids that the model does not have, and more listed tokens than it has.
 
     Args:
-      target: as in `score`.
+      model: as in `score`.
       rows: the texts.
       num_logprobs: as in `LoopOptions`.
       sizes: B, C and S of the first batch, whose trace the batch uses again.
     """
-    vocab_size = vocabulary_size(target, *sizes)
+    vocab_size = vocabulary_size(model, *sizes)
     if num_logprobs is not None:
         check_num_listed("num_logprobs", num_logprobs, vocab_size)
     for i, row in enumerate(rows):
         for at in np.flatnonzero((row < 0) | (row >= vocab_size))[:1]:
             raise ValueError(
                 f"texts[{i}] has {row[at]} as token {at}; it needs an id in [0, {vocab_size}), the "
-                "target's vocabulary."
+                "model's vocabulary."
             )
 
 
 def _read_batch(
-    target: Model,
+    model: Model,
     texts: list[np.ndarray],
     max_length: int,
     chunk_size: int,
@@ -199,7 +200,7 @@ def _read_batch(
     Entry i of a text is of its token i + 1. The likeliest token is listed whatever `num_logprobs`.
 
     Args:
-      target: as in `score`.
+      model: as in `score`.
       texts: B texts, i32[L] each.
       max_length: S.
       chunk_size: C.
@@ -211,15 +212,14 @@ def _read_batch(
     for row, text in zip(token_ids, texts, strict=True):
         row[: text.size] = text
     run = functools.partial(_read_chunk, num_listed=max(1, num_logprobs or 0))
-    cache = _new_cache(target, size=len(texts), max_length=max_length)
+    cache = new_cache(model, size=len(texts), max_length=max_length)
     chunks = []
     for start in range(0, num_chunks * chunk_size, chunk_size):
         index = np.arange(start, start + chunk_size, dtype=np.int32)[None]
         positions = np.where(index < lengths - 1, index, np.int32(-1))
         next_ids = token_ids[:, start + 1 : start + chunk_size + 1]
         ids = np.where(positions < 0, 0, token_ids[:, start : start + chunk_size])
-        operands = (target, cache, ids, positions, next_ids)
-        cache, top = with_auto_axes(run, target.placement, *operands, like=())
+        cache, top = run(model, cache, ids, positions, next_ids)
         chunks.append(top)
     whole: TopLogprobs = jax.tree.map(
         lambda *values: np.concatenate(values, axis=1), *jax.device_get(chunks)
@@ -228,14 +228,15 @@ def _read_batch(
 
 
 @functools.partial(jax.jit, static_argnames=("size", "max_length"))
-def _new_cache(target: Model, *, size: int, max_length: int) -> Any:
+def new_cache(model: Model, *, size: int, max_length: int) -> Any:
+    """Returns a cache for B texts that a program can take the memory of."""
     # Copies: a buffer that two leaves share cannot be donated.
-    return jax.tree.map(jnp.copy, target.init_cache(size, max_length))
+    return jax.tree.map(jnp.copy, model.init_cache(size, max_length))
 
 
 @functools.partial(jax.jit, static_argnames="num_listed", donate_argnames="cache")
 def _read_chunk(
-    target: Model,
+    model: Model,
     cache: Any,
     token_ids: jax.Array,
     positions: jax.Array,
@@ -244,22 +245,22 @@ def _read_chunk(
     num_listed: int,
 ) -> tuple[Any, TopLogprobs]:
     """Returns the cache after a chunk i32[B, C] of each text, and `TopLogprobs` of `next_ids`."""
-    hidden, _, cache = apply_model(target, token_ids, positions, cache)
-    return cache, list_next_logprobs(target, hidden, next_ids, num_listed)
+    hidden, _, cache = apply_model(model, token_ids, positions, cache)
+    return cache, list_next_logprobs(model, hidden, next_ids, num_listed)
 
 
 def list_next_logprobs(
-    target: Model, hidden: jax.Array, next_ids: jax.Array, num_listed: int
+    model: Model, hidden: jax.Array, next_ids: jax.Array, num_listed: int
 ) -> TopLogprobs:
     """Returns `TopLogprobs` [B, C, ...] of the tokens after each row, at temperature 1.
 
     Args:
-      target: a `Model`.
+      model: a `Model`.
       hidden: [B, C, D], hidden states that it returned.
       next_ids: i32[B, C], the token after each; -1 for a row that is not read.
       num_listed: most likely tokens that are listed.
     """
-    logits = target.logits(target.params, hidden)
+    logits = model.logits(model.params, hidden)
     check_model_logits("target.logits", logits, hidden)
     return list_top_logprobs(logits, next_ids, jnp.float32(1), None, n=num_listed)
 

@@ -81,8 +81,7 @@ class DecodeState(NamedTuple):
       metrics: `Metrics` of all steps so far.
       settings: keys, temperatures and other parameters of the requests.
       counts: `TokenCounts` of the committed tokens, None without penalties.
-      top_logprobs: `TopLogprobs` [B, S, ...] of the generated tokens, -1 and 0 elsewhere; None if
-        none are listed.
+      top_logprobs: `TopLogprobs` [B, S, ...], as in `Generation`; None if none are listed.
       draft_history: `DraftHistory` of the requests; None if K is fixed.
       grammar_state: i32[B], the state of the grammar after the committed tokens; None without one.
       kept_tokens: `KeptTokens` [B, S, ...] of the generated tokens, 0 and -1 elsewhere; None if

@@ -244,7 +244,8 @@ def _bind_listing(
 ) -> Callable[..., tuple[PromptCaches, TopLogprobs]]:
     """Returns `Programs.list_chunk`."""
     listed = settings.token_info
-    assert listed is not None and listed.logprobs is not None
+    assert listed is not None
+    assert listed.logprobs is not None
     return functools.partial(slots.list_chunk, models, num_listed=listed.logprobs.num)
 
 

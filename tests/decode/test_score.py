@@ -1,5 +1,7 @@
 """`score` gives the log-probabilities of one forward pass over each text."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -153,6 +155,29 @@ def test_greedy_tokens_are_the_argmax_and_ties_go_to_the_lowest_id():
     assert scores.top_logprobs.rank.tolist() == [0, 1, 1, 3, 1]
 
 
+@pytest.mark.parametrize("chunk_size", [16, 128])
+def test_prompts_that_generate_and_init_list_have_their_scores(chunk_size):
+    model, prompts = decoder(), texts((37, 1, 2, 50))
+    options = specjax.LoopOptions(
+        prefill_chunk_size=chunk_size, num_logprobs=3, prompt_logprobs=True, max_length=60
+    )
+    values = {"keys": jax.random.key(0), "max_new_tokens": 4, "options": options}
+    output = specjax.generate(model, specjax.ngram_drafter(), prompts, **values)
+    state = specjax.init(model, specjax.ngram_drafter(), prompts, **values)
+    for i, scores in enumerate(specjax.score(model, prompts, options=options)):
+        for listed in (output.top_logprobs, state.top_logprobs):
+            for buffer, expected in zip(listed, scores.top_logprobs, strict=True):
+                row = buffer[i, : len(prompts[i])]
+                np.testing.assert_allclose(row, expected, atol=1e-5, rtol=1e-5)
+        assert (output.logprobs[i, : len(prompts[i])] == 0).all()
+    values["options"] = dataclasses.replace(options, prompt_logprobs=False)
+    plain = specjax.generate(model, specjax.ngram_drafter(), prompts, **values)
+    np.testing.assert_array_equal(output.token_ids, plain.token_ids)
+    after = np.arange(60) >= np.array([[len(prompt)] for prompt in prompts])
+    for buffer, expected in zip(output.top_logprobs, plain.top_logprobs, strict=True):
+        np.testing.assert_allclose(buffer[after], expected[after], atol=1e-5, rtol=1e-5)
+
+
 def test_impossible_tokens_have_minus_infinity_and_invalid_rows_nan():
     model = markov_chain([[0.0, 1.0, 0.0], [0.5, 0.5, 0.0], [np.nan] * 3])
     (scores,) = specjax.score(model, [[0, 2, 1, 0]])
@@ -196,8 +221,8 @@ def test_any_number_of_texts_of_a_given_batch_size_runs_the_same_programs():
         ([[0, -1]], {}, r"texts\[0\] has -1 as token 1"),
         ("text", {}, r"texts is str; it needs lists of ids"),
         ([[0] * 9], {"max_length": 8}, r"texts has one of 9 tokens, and max_length is 8\."),
-        ([[0] * 17], {}, r"texts has one of 17 tokens, and the target takes 16\."),
-        ([[0]], {"max_length": 17}, r"max_length is 17, and the target takes texts of at most 16"),
+        ([[0] * 17], {}, r"texts has one of 17 tokens, and the model takes 16\."),
+        ([[0]], {"max_length": 17}, r"max_length is 17, and the model takes texts of at most 16"),
         ([[0]], {"num_logprobs": 65}, r"num_logprobs is 65 for a vocabulary of 64"),
         ([[0]], {"logprobs_mode": "processed"}, r"it needs 'raw'\."),
         ([[0]], {"prefill_chunk_size": 0}, r"prefill_chunk_size is 0"),

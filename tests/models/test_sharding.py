@@ -320,6 +320,27 @@ def test_an_engine_gives_the_tokens_of_one_device(folders):
         texts(mesh=mesh_of(2, 2))
 
 
+def test_scores_and_listed_prompts_are_those_of_one_device(folders):
+    """Three texts on two rows of devices, also inside explicit axes."""
+    options = specjax.LoopOptions(num_logprobs=2, prompt_logprobs=True, prefill_chunk_size=4)
+    target, mesh = load(folders[0])[0], mesh_of(2, 2)
+    split = load(folders[0], mesh=mesh)[0]
+    expected = specjax.score(target, (PROMPT, LENGTHS), options=options)
+    found = [specjax.score(split, (PROMPT, LENGTHS), options=options)]
+    with jax.set_mesh(mesh):
+        found.append(specjax.score(split, (PROMPT, LENGTHS), options=options))
+    output = specjax.generate(
+        split, None, (PROMPT, LENGTHS), keys=keys_of(3), max_new_tokens=1, options=options
+    )
+    rows = jax.device_get(output.top_logprobs)
+    for i, one in enumerate(expected):
+        for scores in found:
+            np.testing.assert_allclose(scores[i].logprobs, one.logprobs, atol=1e-4)
+            np.testing.assert_array_equal(scores[i].is_argmax, one.is_argmax)
+        listed = rows.logprob[i, 1 : LENGTHS[i]]
+        np.testing.assert_allclose(listed, one.logprobs[1:], atol=1e-4)
+
+
 def test_calls_inside_explicit_axes_give_arrays_of_these_axes(folders, tmp_path):
     """The prompts, too, say over which axis they lie; and so do those of compiled programs."""
     mesh, rows = mesh_of(2, 2), jax.P("data")

@@ -171,7 +171,7 @@ MUTATIONS = (
         "nothing is added to the mean square",
     ),
     Mutation(
-        f"{_MODELS}combine.combine.add",
+        f"{_MODELS}combine.merge",
         "each.l_i * weight for",
         "each.l_i for",
         few(f"{_PARTS}[interpret-all at once]"),

@@ -217,7 +217,7 @@ MUTATIONS = (
     ),
     Mutation(
         f"{_PALLAS}target_rows.evaluate_acceptance",
-        "accepted & has_draft & statistics.valid",
+        "accepted & has_draft & is_valid",
         "accepted & has_draft",
         edges("test_an_invalid_target_row_emits_nothing_from_there_on[interpret-synthetic]"),
         "a drafted token is accepted by an invalid row",
@@ -231,8 +231,8 @@ MUTATIONS = (
     ),
     Mutation(
         f"{_PALLAS}target_rows.evaluate_acceptance",
-        "accepted & has_draft & statistics.valid",
-        "accepted & exists & statistics.valid",
+        "accepted & has_draft & is_valid",
+        "accepted & exists & is_valid",
         _small("greedy"),
         "one more token is verified than was drafted",
     ),

@@ -43,6 +43,7 @@ __all__ = [
     "kept_texts",
     "kernel_configs",
     "laws",
+    "listed_prompts",
     "logprobs",
     "lowered",
     "memory",
@@ -55,8 +56,10 @@ __all__ = [
     "queues",
     "ragged",
     "refusals",
+    "row_invariance",
     "row_masks",
     "rule_values",
+    "scores",
     "sampled_decoding",
     "saved_programs",
     "sampling",
@@ -136,6 +139,7 @@ kept_sets = _of("processing/test_kept_tokens.py")
 kept_texts = _of("decode/test_kept_texts.py")
 kernel_configs = _of("pallas/test_kernel_config.py")
 laws = _of("laws/test_laws.py")
+listed_prompts = _of("engine/test_prompt_logprobs.py")
 logprobs = _of("decode/test_logprobs.py")
 lowered = _of("pallas/test_lowering.py")
 memory = _of("decode/test_memory.py")
@@ -147,8 +151,10 @@ products = _of("models/decoder/test_matmul.py")
 ragged = _of("samplers/test_ragged.py")
 refusals = _of("samplers/test_refusals.py")
 saved_programs = _of("decode/compile/test_saved_programs.py")
+row_invariance = _of("decode/test_row_invariance.py")
 row_masks = _of("decode/test_matchers.py")
 rule_values = _of("samplers/test_rules.py")
+scores = _of("decode/test_score.py")
 sampled_decoding = _of("decode/test_sampling_params.py")
 sampling = _of("samplers/test_gumbel_sample.py")
 acceptance_rates = _of("theory/test_acceptance_rates.py")

@@ -1,0 +1,99 @@
+"""Rows that depend on no other row are right, and on a GPU their bits are the same in any batch."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from machine import has_gpu
+
+from specjax.models import TransformerConfig, build
+from specjax.models.decoder.dispatch import run_product
+
+pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
+
+LLAMA = TransformerConfig(64, 128, 256, 2, 4, 2, 32, tie_word_embeddings=False)
+KINDS = {
+    "llama": LLAMA,
+    "window": dataclasses.replace(
+        LLAMA, qk_norm=True, layer_windows=(70, None), attention_softcap=5.0, norm_offset=1.0
+    ),
+    "bias": dataclasses.replace(LLAMA, qkv_bias=True, tie_word_embeddings=True),
+}
+# Two segments of the cache, of which the second one is read in part.
+TOKENS, SLOTS = 290, 400
+TOLERANCE = 2e-2 if has_gpu() else 5e-5
+
+
+@pytest.fixture(
+    params=[
+        "xla",
+        pytest.param("interpret", marks=pytest.mark.interpret),
+        pytest.param("triton", marks=pytest.mark.gpu),
+    ]
+)
+def kernels(request):
+    return request.param
+
+
+def read(model, ids, chunk, place=0, size=1):
+    """Logits of one text, which is read in chunks at a place in a batch of texts."""
+    batch = np.random.default_rng(1).integers(0, 64, (size, len(ids)), np.int32)
+    batch[place] = ids
+    cache, rows = model.init_cache(size, SLOTS), []
+    apply, logits = jax.jit(model.apply), jax.jit(model.logits)
+    for start in range(0, len(ids), chunk):
+        part = batch[:, start : start + chunk]
+        positions = np.broadcast_to(
+            np.arange(start, start + part.shape[1], dtype=np.int32), part.shape
+        )
+        hidden, cache = apply(model.params, part, positions, cache)
+        rows.append(np.asarray(logits(model.params, hidden)[place].astype(jnp.float32)))
+    return np.concatenate(rows)
+
+
+def text(length=TOKENS):
+    return np.random.default_rng(0).integers(0, 64, length, np.int32)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_are_those_of_the_plain_step(kind, kernels):
+    plain = build(KINDS[kind], implementation="xla")
+    ours = build(KINDS[kind], plain.params, implementation=kernels, row_invariant=True)
+    found = read(ours, text(), 145, place=1, size=2)
+    np.testing.assert_allclose(found, read(plain, text(), 145), atol=TOLERANCE, rtol=TOLERANCE)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+def test_bits_of_a_row_depend_on_no_chunk_place_and_batch(kind):
+    config = dataclasses.replace(KINDS[kind], dtype="bfloat16")
+    model = build(config, implementation="triton", row_invariant=True)
+    wanted = read(model, text(), 1)
+    for chunk, place, size in ((7, 0, 1), (290, 0, 1), (1, 2, 3), (4, 5, 64), (64, 1, 40)):
+        found = read(model, text(), chunk, place, size)
+        assert np.array_equal(found, wanted), (chunk, place, size)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("width", [4096, 6144])
+def test_bits_of_a_product_depend_on_no_number_of_rows(width):
+    """Of up to 200 rows with a matrix of an 8B model."""
+    from specjax.implementation import with_row_invariance
+
+    matrix = (jax.random.normal(jax.random.key(0), (4096, width)) / 64).astype(jnp.bfloat16)
+    rows = jax.random.normal(jax.random.key(1), (1, 200, 4096)).astype(jnp.bfloat16)
+    product = jax.jit(lambda x, y: run_product(x, y, with_row_invariance("triton")))
+    wanted = np.asarray(product(rows, matrix).astype(jnp.float32))
+    for size in (*range(1, 65), 65, 96, 127, 128, 129, 192):
+        found = np.asarray(product(rows[:, :size], matrix).astype(jnp.float32))
+        assert np.array_equal(found, wanted[:, :size]), size
+
+
+def test_a_model_on_a_mesh_is_refused():
+    from specjax.models import load, pretrained_folder
+
+    mesh = jax.make_mesh((1, 2), ("data", "model"))
+    with pytest.raises(ValueError, match="row_invariant is True with a mesh; it needs a model on"):
+        load(pretrained_folder("draft"), mesh=mesh, row_invariant=True)
