@@ -62,6 +62,7 @@ PAGES = (
         kept_tokens KeptTokens kept_logprobs
         History TokenCounts count_tokens update_counts bias_array bad_words_array Grammar RowMasks
         Matcher contrib.grammars.json_schema_grammar contrib.grammars.llguidance_matchers
+        contrib.grammars.min_tokens_grammar
         contrib.grammars.token_bytes""",
     ),
     (

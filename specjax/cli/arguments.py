@@ -1,16 +1,24 @@
-"""Options of `specjax generate` and `specjax sweep`, checked before any file is read."""
+"""Options of the command's parts, checked before any file is read."""
 
 import argparse
-import importlib.util
 import math
-import os
 import pathlib
-import tempfile
+import re
 from typing import Any, NoReturn
 
 import numpy as np
 
-from specjax.cli.option_table import Option, add_options, check_limits, flag, option_name
+from specjax.cli.option_table import (
+    Option,
+    add_options,
+    check_limits,
+    flag,
+    option_name,
+    parse_fields,
+    parse_template_arg,
+    suggest,
+    without,
+)
 from specjax.cli.processes import (
     MESH_OPTIONS,
     PROCESS_OPTIONS,
@@ -19,6 +27,7 @@ from specjax.cli.processes import (
 )
 from specjax.cli.serve.serve_arguments import add_serve, parse_serve_options
 from specjax.cli.speculation_arguments import SPECULATION_OPTIONS, make_config, make_config_of
+from specjax.cli.sweep.plot_path import check_plot_path
 from specjax.config import SpeculativeConfig
 from specjax.engine.stop_strings import check_stop
 from specjax.implementation import NEWEST_TESTED_JAX
@@ -26,21 +35,29 @@ from specjax.processing.sampling_params import SamplingParams
 from specjax.version import __version__
 
 __all__ = [
+    "END_OPTIONS",
     "MAX_TEMPERATURE",
     "OutputError",
     "SAMPLING_OPTIONS",
+    "TEMPERATURE",
     "parse_options",
     "parse_sampling_options",
 ]
 
 MAX_TEMPERATURE = float(np.finfo(np.float32).max)
-_PROMPT_OPTION = {"prompt_file": Option(str, "FILE", "read the prompt from FILE, at most 16 MiB")}
+_DTYPES = ("float32", "bfloat16", "float16")
+_PROMPT_FILE = {
+    "nargs": "+",
+    "action": "extend",
+    "metavar": "FILE",
+    "help": "read a prompt from each FILE, of at most 16 MiB",
+}
 _PAIR_OPTIONS = {
     "chat": flag("treat a prompt as a user's message and apply the target's chat template"),
     "target": Option(
         *(str, "DIR"),
-        "Hugging Face folder of a Llama, Mistral, Qwen or Gemma model; default: the target that "
-        "ships with specjax",
+        "Hugging Face folder of a Llama, Mistral, Qwen or Gemma model, or its name on the hub if "
+        "it was downloaded before; default: the target that ships with specjax",
     ),
     "draft": Option(
         *(str, "DIR|head|model|ngram"),
@@ -49,20 +66,76 @@ _PAIR_OPTIONS = {
         "draft head and the draft model that ship with specjax, for the default target; ngram: "
         "prompt lookup, which copies earlier text. Default: head, or ngram if --target is given",
     ),
+    "dtype": Option(
+        *(str, "DTYPE"),
+        "of weights, activations and caches: float32, bfloat16 or float16; default: float32 on a "
+        "CPU, the folder's elsewhere",
+    ),
+}
+_TEMPLATE_OPTIONS = {
+    "system": Option(str, "TEXT", "the system message, before the user's"),
+    "template_arg": Option(
+        *(parse_template_arg, "NAME=VALUE"),
+        "a variable of the chat template, such as enable_thinking=false; may be given several "
+        "times",
+        is_list=True,
+    ),
 }
 _DRAFT = _PAIR_OPTIONS["draft"]
 _DRAFT_OR_NONE = _DRAFT._replace(
     letter=f"{_DRAFT.letter}|none", text=f"{_DRAFT.text}. none: plain decoding, without a draft"
 )
+TEMPERATURE = Option(
+    *(float, "T", "sampling temperature, 0 is greedy", (0, MAX_TEMPERATURE), 0.8),
+    needs=">= 0, and finite in float32",
+    aliases=("--temp",),
+)
 _TEXT_OPTIONS = {
-    "max_new_tokens": Option(int, "N", "tokens to generate for a prompt", (1, math.inf), 128),
-    "temperature": Option(
-        *(float, "T", "sampling temperature, 0 is greedy", (0, MAX_TEMPERATURE), 0.8),
-        needs=">= 0, and finite in float32",
+    "max_new_tokens": Option(
+        *(int, "N", "tokens to generate for a prompt", (1, math.inf), 128),
+        aliases=("--max-tokens", "-n"),
     ),
+    "temperature": TEMPERATURE,
     "seed": Option(
         *(int, "SEED", "random seed in [0, 2**32)", (0, 2**32 - 1), 0), needs="in [0, 2**32)"
     ),
+}
+# When a text ends.
+END_OPTIONS = {
+    "stop": Option(
+        *(str, "TEXT", "the text ends before the first TEXT in it; may be given several times"),
+        is_list=True,
+    ),
+    "min_tokens": Option(
+        *(int, "N", "tokens before the first that may end the text", (0, 2**16 - 1))
+    ),
+    "ignore_eos": flag("go on after a token that ends a text, up to --max-new-tokens"),
+}
+# Of `generate` and `chat`, which read a folder's defaults.
+_DEFAULT_TEMPERATURE = TEMPERATURE.default
+_TEXT_OPTIONS_OF_FOLDER = _TEXT_OPTIONS | {
+    "temperature": TEMPERATURE._replace(
+        text=f"{TEMPERATURE.text}; default: that of generation_config.json, or "
+        f"{_DEFAULT_TEMPERATURE}",
+        default=None,
+    ),
+    "ignore_generation_config": flag(
+        "leave the sampling parameters of the target's generation_config.json out"
+    ),
+}
+_CHAT_OPTIONS = _TEXT_OPTIONS_OF_FOLDER | {
+    "max_new_tokens": _TEXT_OPTIONS["max_new_tokens"]._replace(
+        text="most tokens of an answer", default=1024
+    ),
+    "quiet": flag("print the answers alone"),
+}
+# What the code that `chat` shares with `generate` asks for.
+_NOT_OF_CHAT = {
+    "chat": True,
+    "logprobs": None,
+    "json_schema": None,
+    "process": None,
+    "usual_acceptance_rate": None,
 }
 SAMPLING_OPTIONS = {
     "top_k": Option(int, "K", "keep the K most probable tokens; 0 disables", (0, 2**31 - 1)),
@@ -105,7 +178,13 @@ _BATCH_OPTIONS = {
     "input": Option(
         *(str, "FILE"),
         "JSON lines, each an object with a prompt, prompt_token_ids or messages, and perhaps an "
-        "id, a seed, stop strings and options of its own; needs --output",
+        "id, a seed, stop strings and options of its own; or lines of OpenAI's batch format; needs "
+        "--output",
+    ),
+    "fields": Option(
+        *(parse_fields, "NAME=PLACE,..."),
+        "where other lines have the prompt, the id and so on, such as id=task_id,prompt=prompt or "
+        "id=question_id,turns=turns; the rest of a line is not read",
     ),
     "output": Option(
         *(str, "FILE"),
@@ -121,7 +200,6 @@ _BATCH_OPTIONS = {
     ),
 }
 
-_PLOT_SUFFIXES = (".png", ".svg", ".pdf")
 _SWEEP_OPTIONS = {
     "max_speculative_tokens": Option(
         int, "K", "largest number of drafted tokens per step", (1, 32), 8
@@ -151,14 +229,26 @@ class _Parser(argparse.ArgumentParser):
             raise OutputError(error) from error
 
     def error(self, message: str) -> NoReturn:
-        raise ValueError(f"{message}; `{self.prog} --help` lists the options.")
+        choice = re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message)
+        hint = "" if choice is None else suggest(choice[1], re.findall(r"\w+", choice[2]))
+        raise ValueError(f"{message}; `{self.prog} --help` lists the options.{hint}")
 
 
 def _make_parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="specjax", description="Speculative decoding in JAX.", allow_abbrev=False)
     version = f"specjax {__version__}, tested with jax up to {NEWEST_TESTED_JAX}"
     parser.add_argument("--version", action="version", version=version)
+    # Of commands without these options.
+    parser.set_defaults(ignore_eos=False, dtype=None)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _add_generate(commands)
+    _add_chat(commands)
+    _add_sweep(commands)
+    add_serve(commands, _PAIR_OPTIONS | {"draft": _DRAFT_OR_NONE})
+    return parser
+
+
+def _add_generate(commands: Any) -> None:
     generate = commands.add_parser(
         "generate",
         help="continue a prompt by speculative decoding",
@@ -171,25 +261,37 @@ def _make_parser() -> argparse.ArgumentParser:
     )
     group = generate.add_argument_group("prompt and models")
     group.add_argument(
-        "prompt", nargs="?", help="text to continue; without it, or with -, standard input is read"
+        "prompt",
+        nargs="*",
+        help="texts to continue; without one, or for -, standard input is read",
     )
+    group.add_argument("--prompt-file", **_PROMPT_FILE)
     pair_options = _PAIR_OPTIONS | {"draft": _DRAFT_OR_NONE}
-    add_options(group, _PROMPT_OPTION | pair_options | MESH_OPTIONS | PROCESS_OPTIONS)
+    add_options(group, pair_options | _TEMPLATE_OPTIONS | MESH_OPTIONS | PROCESS_OPTIONS)
     add_options(generate.add_argument_group("a file of prompts"), _BATCH_OPTIONS)
     group = generate.add_argument_group("decoding")
-    add_options(group, _TEXT_OPTIONS | SAMPLING_OPTIONS | _OUTPUT_OPTIONS)
-    group.add_argument(
-        "--stop",
-        action="append",
-        default=[],
-        metavar="TEXT",
-        help="the text ends before the first TEXT in it; may be given several times",
-    )
+    add_options(group, _TEXT_OPTIONS_OF_FOLDER | SAMPLING_OPTIONS | END_OPTIONS | _OUTPUT_OPTIONS)
     add_options(generate.add_argument_group("speculation"), SPECULATION_OPTIONS)
     add_options(generate.add_argument_group("report"), _REPORT_OPTIONS)
-    _add_sweep(commands)
-    add_serve(commands, pair_options)
-    return parser
+
+
+def _add_chat(commands: Any) -> None:
+    chat = commands.add_parser(
+        "chat",
+        help="hold a conversation",
+        description="Answers messages, lines of standard input, by the target's chat template. "
+        "The models read only the tokens of a turn that the turns before have not left in their "
+        "caches. /help lists the commands of a conversation.",
+        allow_abbrev=False,
+    )
+    chat.set_defaults(**_NOT_OF_CHAT)
+    group = chat.add_argument_group("models")
+    pair_options = _PAIR_OPTIONS | {"draft": _DRAFT_OR_NONE}
+    add_options(group, without(pair_options, "chat") | _TEMPLATE_OPTIONS | MESH_OPTIONS)
+    group = chat.add_argument_group("answers")
+    add_options(group, _CHAT_OPTIONS | SAMPLING_OPTIONS | END_OPTIONS)
+    speculation = without(SPECULATION_OPTIONS, "usual_acceptance_rate")
+    add_options(chat.add_argument_group("speculation"), speculation)
 
 
 def _add_sweep(commands: Any) -> None:
@@ -206,13 +308,7 @@ def _add_sweep(commands: Any) -> None:
     sweep.set_defaults(logprobs=None, process=None, quiet=False, use_fp64_gumbel=False)
     group = sweep.add_argument_group("prompts and models")
     group.add_argument("prompt", nargs="*", help="texts to continue; default: four built-in ones")
-    group.add_argument(
-        "--prompt-file",
-        metavar="FILE",
-        nargs="+",
-        action="extend",
-        help="read a prompt from each FILE",
-    )
+    group.add_argument("--prompt-file", **_PROMPT_FILE)
     add_options(group, _PAIR_OPTIONS | MESH_OPTIONS)
     name = "draft_sample_method"
     group = sweep.add_argument_group("decoding of the prompts")
@@ -239,11 +335,20 @@ def parse_options(argv: list[str] | None) -> tuple[argparse.Namespace, Speculati
     Raises:
       ValueError: if an option is wrong; the sentence names it.
     """
-    options, unknown = _make_parser().parse_known_args(argv)
+    parser = _make_parser()
+    options, unknown = parser.parse_known_args(argv)
     if unknown:
+        # The parser has given each value that follows such an option, too.
+        names = [word.partition("=")[0] for word in unknown if word.startswith("-")]
+        hint = suggest(names[0], _option_names(parser, options.command)) if names else ""
         raise ValueError(
             f"unrecognized arguments: {' '.join(unknown)}; `specjax {options.command} --help` "
-            "lists the options."
+            f"lists the options.{hint}"
+        )
+    if options.dtype not in (None, *_DTYPES):
+        hint = suggest(options.dtype, _DTYPES)
+        raise ValueError(
+            f"--dtype is {options.dtype}; it needs to be {' or '.join(_DTYPES)}.{hint}"
         )
     if options.command == "serve":
         return parse_serve_options(options)
@@ -251,28 +356,68 @@ def parse_options(argv: list[str] | None) -> tuple[argparse.Namespace, Speculati
     check_mesh_options(options)
     if options.command == "sweep":
         return options, _parse_sweep_options(options)
-    check_limits(options, SAMPLING_OPTIONS | _OUTPUT_OPTIONS)
+    check_limits(options, SAMPLING_OPTIONS | END_OPTIONS)
+    options.from_generation_config, options.default_names = {}, []
+    if options.temperature is None:
+        options.temperature, options.default_names = _DEFAULT_TEMPERATURE, ["temperature"]
     options.stop = check_stop(options.stop, "--stop")
+    _check_end_options(options)
+    if options.command == "chat":
+        _check_draft_options(options)
+        return options, make_config(options)
+    check_limits(options, _OUTPUT_OPTIONS)
     if options.quiet and not options.json and (options.compare or options.logprobs is not None):
         option = "--compare" if options.compare else "--logprobs"
         raise ValueError(f"--quiet prints the text alone, and {option} asks for more; give one.")
     check_process_options(options)
     _check_batch_options(options)
+    _check_draft_options(options)
+    if options.prompt and options.prompt_file is not None:
+        raise ValueError("a prompt and --prompt-file are given; give one of them.")
+    return options, make_config(options)
+
+
+def _check_end_options(options: argparse.Namespace) -> None:
+    """Refuses ends of texts and variables of templates that contradict other options."""
+    given = _list_options(options, "min_tokens", "ignore_eos")
+    if options.json_schema is not None and given:
+        raise ValueError(
+            f"--json-schema is given and {given[0]}; the schema alone says where a text may end."
+        )
+    if (options.min_tokens or 0) > options.max_new_tokens:
+        raise ValueError(
+            f"--min-tokens is {options.min_tokens} and --max-new-tokens {options.max_new_tokens}; "
+            "it needs to be at most that."
+        )
+    names = _list_options(options, "system", "template_arg")
+    if names and not options.chat and (options.command, options.input) == ("generate", None):
+        raise ValueError(f"{names[0]} is given without --chat; the chat template alone has it.")
+
+
+def _check_draft_options(options: argparse.Namespace) -> None:
+    """Refuses options of drafts without a draft."""
     names = ("num_speculative_tokens", "step_costs", "usual_acceptance_rate", "rule")
     methods = {"rejection_sample_method": "synthetic", "draft_sample_method": "greedy"}
     drafting = _list_options(options, *names)
     drafting += [f"{option_name(x)} {y}" for x, y in methods.items() if getattr(options, x) == y]
     if options.draft == "none" and drafting:
         raise ValueError(f"--draft is none, so nothing is drafted; {drafting[0]} needs a draft.")
-    if options.prompt is not None and options.prompt_file is not None:
-        raise ValueError("a prompt and --prompt-file are given; give one of them.")
-    return options, make_config(options)
+
+
+def _option_names(parser: argparse.ArgumentParser, command: str) -> list[str]:
+    """Returns the names of a command's options."""
+    actions = (x for x in parser._actions if isinstance(x, argparse._SubParsersAction))
+    return list(next(actions).choices[command]._option_string_actions)
 
 
 def _list_options(options: argparse.Namespace, *names: str) -> list[str]:
     """Returns the options of these names that are given."""
     values = {name: getattr(options, name) for name in names}
-    return [option_name(name) for name, x in values.items() if x is not None and x is not False]
+    return [
+        option_name(name)
+        for name, x in values.items()
+        if x is not None and x is not False and x != []
+    ]
 
 
 def _check_batch_options(options: argparse.Namespace) -> None:
@@ -281,7 +426,9 @@ def _check_batch_options(options: argparse.Namespace) -> None:
         option, partner = ("input", "output") if options.output is None else ("output", "input")
         raise ValueError(f"--{option} is given without --{partner}; a file of prompts needs both.")
     if options.input is None:
-        names = _list_options(options, "num_slots", "skip_malformed", "usual_acceptance_rate")
+        names = _list_options(
+            options, "num_slots", "skip_malformed", "usual_acceptance_rate", "fields"
+        )
         if names:
             raise ValueError(f"{names[0]} is given without --input, a file of prompts.")
         return
@@ -301,39 +448,8 @@ def _parse_sweep_options(options: argparse.Namespace) -> SpeculativeConfig:
             "--draft is none; a sweep needs a draft (it times plain decoding as K = 0)."
         )
     if options.out is not None:
-        _check_plot_path(pathlib.Path(options.out))
+        check_plot_path(pathlib.Path(options.out))
     return make_config_of(
         num_speculative_tokens=options.max_speculative_tokens,
         draft_sample_method=options.draft_sample_method,
     )
-
-
-def _check_plot_path(path: pathlib.Path) -> None:
-    # Checked before the measurement, which takes minutes.
-    if path.name.lower() in _PLOT_SUFFIXES:
-        raise ValueError(f"--out is {path}; it needs a file name, like sweep{path.name}.")
-    if os.path.isdir(path):
-        raise ValueError(f"--out is {path}, which is a folder; it needs to be a file.")
-    if path.suffix.lower() not in _PLOT_SUFFIXES:
-        raise ValueError(f"--out is {path}; it needs to end in {', '.join(_PLOT_SUFFIXES)}.")
-    if not os.path.isdir(path.parent):
-        raise ValueError(f"--out is {path}; there is no folder {path.parent}.")
-    try:
-        _check_writable(path.resolve())
-    except (OSError, RuntimeError) as error:
-        message = getattr(error, "strerror", None) or error
-        raise ValueError(f"--out is {path}, which cannot be written: {message}.") from None
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ValueError(
-            "--out needs matplotlib; pip install 'specjax[examples]', or leave --out away to get "
-            "the tables alone."
-        )
-
-
-def _check_writable(path: pathlib.Path) -> None:
-    """Raises the error that writing `path` would raise; creates and changes nothing."""
-    if path.exists():
-        path.open("ab").close()
-    if path.is_file() or not path.exists():
-        # `replace_file` writes a new file in that folder.
-        tempfile.TemporaryFile(dir=path.parent).close()

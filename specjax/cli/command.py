@@ -1,4 +1,4 @@
-"""The `specjax` command: parses, runs `generate` or `sweep`, turns errors into exit codes."""
+"""The `specjax` command: parses, runs one of its parts, turns errors into exit codes."""
 
 import atexit
 import contextlib
@@ -13,7 +13,7 @@ import jax
 
 from specjax.cli.arguments import OutputError, parse_options
 from specjax.cli.processes import collective_errors, is_rank_zero, join_processes
-from specjax.cli.prompts import read_prompt, read_prompts
+from specjax.cli.prompts import read_prompts, read_prompts_of_generate
 from specjax.cli.streams import (
     exit_on_interrupt,
     exit_on_terminate,
@@ -32,10 +32,11 @@ _REQUIRED_PACKAGES = ("flax", "safetensors", "tokenizers", "rich", "jinja2")
 def _read_command(argv: list[str] | None, exit_stack: contextlib.ExitStack) -> Callable[[], None]:
     """Returns a function that runs the command, after all checks."""
     options, config = parse_options(argv)
-    is_sweep = options.command == "sweep"
-    is_serve = options.command == "serve"
-    is_text = not is_sweep and not is_serve and options.input is None
-    texts = read_prompts(options) if is_sweep else [read_prompt(options)] if is_text else []
+    is_sweep, is_chat = options.command == "sweep", options.command == "chat"
+    is_file = options.command == "generate" and options.input is not None
+    is_text = options.command == "generate" and not is_file
+    texts = read_prompts(options) if is_sweep else []
+    texts = read_prompts_of_generate(options) if is_text else texts
     missing = [name for name in _REQUIRED_PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
         raise ValueError(f"{' and '.join(missing)} is missing; pip install 'specjax[flax]'.")
@@ -48,32 +49,42 @@ def _read_command(argv: list[str] | None, exit_stack: contextlib.ExitStack) -> C
     # What a model over devices runs is compiled at its calls, and kept by JAX. Several processes
     # keep nothing: one might find what another compiles.
     keeps_programs = options.mesh is None or jax.distributed.is_initialized()
-    folder = command_folder() if is_text and keeps_programs else None
+    folder = command_folder() if (is_text or is_chat) and keeps_programs else None
     if folder is None:
         enable_compilation_cache()
     with collective_errors(options), terminal.spinner("reading the folders"):
+        from specjax.cli.folders.generation_config import take_defaults
         from specjax.cli.model_pair import read_pair
 
         pair = read_pair(options)
+        has_defaults = options.command in ("generate", "chat")
+        defaults = take_defaults(options, pair.folder) if has_defaults else None
     terminal.print_warning(pair.warning)
+    if defaults is not None and not (options.quiet or getattr(options, "json", False)):
+        terminal.print_note(defaults)
     if is_sweep:
         from specjax.cli.sweep.run_sweep import read_workload, run_sweep
 
         workload = read_workload(options, pair, texts, terminal)
         return lambda: run_sweep(workload, terminal, argv)
-    if is_serve:
+    if is_chat:
+        from specjax.cli.chat.run_chat import read_chat, run_chat
+
+        chat = read_chat(options, config, pair, terminal, folder)
+        return lambda: run_chat(chat, terminal)
+    if options.command == "serve":
         from specjax.cli.serve.run_serve import read_service
 
         return read_service(options, config, pair, terminal)
-    if not is_text:
+    if is_file:
         from specjax.cli.batch.run_batch import read_batch, run_batch
 
         batch = read_batch(options, config, pair, terminal, exit_stack)
         return lambda: run_batch(batch, terminal)
-    from specjax.cli.run_generate import read_job, run_job
+    from specjax.cli.run_generate import read_jobs, run_jobs
 
-    job = read_job(options, config, pair, texts[0], terminal, folder)
-    return lambda: run_job(job, terminal)
+    jobs = read_jobs(options, config, pair, texts, terminal, folder)
+    return lambda: run_jobs(jobs, terminal)
 
 
 def _run_command(argv: list[str] | None) -> int:

@@ -19,9 +19,15 @@ from specjax.decode.commit import Finish
 from specjax.decode.drafters import Drafter
 from specjax.decode.logprobs import TopLogprobs
 from specjax.decode.metrics import Metrics
-from specjax.decode.options import PREFILL_CHUNK_SIZE, LoopOptions, default_chunk_size, uses_kernels
+from specjax.decode.options import (
+    PREFILL_CHUNK_SIZE,
+    LoopOptions,
+    StaticOptions,
+    default_chunk_size,
+    uses_kernels,
+)
 from specjax.decode.request_batch import RequestArguments, check_arguments
-from specjax.decode.state import DecodeState
+from specjax.decode.state import DecodeState, RequestBatch
 from specjax.engine.request import FinishReason
 from specjax.engine.stop_strings import StoppedText
 from specjax.processing.sampling_params import SamplingParams
@@ -33,13 +39,16 @@ __all__ = [
     "Spinner",
     "Timings",
     "begin_programs",
+    "check_job",
     "compare_with_plain",
+    "stream_steps",
     "stream_text",
 ]
 
 # Returns a context that shows its argument while it is open.
 Spinner = Callable[[str], contextlib.AbstractContextManager[Any]]
 _FINISH_NAMES = {
+    0: "interrupted",
     Finish.LENGTH: "length",
     Finish.END_OF_SEQUENCE: "end_of_sequence",
     Finish.INVALID: "invalid_logits",
@@ -60,6 +69,8 @@ class GenerateJob(NamedTuple):
       target: the model whose distribution the output follows; None until it is loaded.
       drafter: proposes tokens, or None for plain decoding.
       programs: that stream the text, or None to compile them when it is streamed.
+      max_length: tokens that the buffers have room for, of several prompts or a conversation; None
+        is those of the prompt and its text.
     """
 
     options: argparse.Namespace
@@ -72,6 +83,7 @@ class GenerateJob(NamedTuple):
     target: Model | None = None
     drafter: Drafter | None = None
     programs: StreamPrograms | None = None
+    max_length: int | None = None
 
     @property
     def models(self) -> tuple[Model, Drafter | None]:
@@ -123,12 +135,14 @@ def _chunk_size(job: GenerateJob) -> int:
     """
     if uses_kernels():
         return default_chunk_size()
+    # Messages of a conversation are short, too.
     is_short = len(job.prompt_ids) + job.options.max_new_tokens <= DEFAULT_CAPACITY
+    is_short |= job.max_length is not None
     return DEFAULT_CAPACITY // 2 if is_short else PREFILL_CHUNK_SIZE
 
 
-def begin_programs(job: GenerateJob) -> StreamPrograms:
-    """Returns the programs that stream a job's text; reads only the shapes of its weights."""
+def check_job(job: GenerateJob) -> tuple[RequestBatch, StaticOptions]:
+    """Returns the checked request of a job, and the options that are compiled in."""
     arguments = RequestArguments(
         [job.prompt_ids],
         job.key[None],
@@ -137,8 +151,17 @@ def begin_programs(job: GenerateJob) -> StreamPrograms:
         np.array(job.pair.target_config.eos_token_ids, np.int32),
         job.sampling,
     )
-    options = LoopOptions(prefill_chunk_size=_chunk_size(job), num_logprobs=job.options.logprobs)
-    requests, static = check_arguments(*job.models, arguments, job.config, options)
+    options = LoopOptions(
+        max_length=job.max_length,
+        prefill_chunk_size=_chunk_size(job),
+        num_logprobs=job.options.logprobs,
+    )
+    return check_arguments(*job.models, arguments, job.config, options)
+
+
+def begin_programs(job: GenerateJob) -> StreamPrograms:
+    """Returns the programs that stream a job's text; reads only the shapes of its weights."""
+    requests, static = check_job(job)
     path = None
     if job.folder is not None:
         types = jax.tree.map(_describe, (requests, static))
@@ -191,12 +214,42 @@ def stream_text(
     """
     with spinner("compiling"):
         programs = job.programs or begin_programs(job)
+        seconds_before = programs.seconds_waited
         programs.wait_for_prompt()
+    # Programs of several prompts were begun with the first one.
+    requests = None if job.max_length is None else check_job(job)[0]
     with spinner("reading the prompt"):
-        state = programs.read_prompt(*job.models)
+        state = programs.read_prompt(*job.models, requests)
     with spinner("compiling"):
         state = programs.step(*job.models, state)
     begin(job)
+    result, timings, _ = stream_steps(job, programs, state, show=show, warms_up=warms_up)
+    compile_seconds = timings.compile_seconds - seconds_before
+    return result, timings._replace(compile_seconds=compile_seconds)
+
+
+def stream_steps(
+    job: GenerateJob,
+    programs: StreamPrograms,
+    state: DecodeState,
+    *,
+    show: Callable[[str, int], None] = _ignore,
+    warms_up: bool = False,
+    is_interrupted: Callable[[], bool] = lambda: False,
+) -> tuple[GenerateResult, Timings, DecodeState]:
+    """Decodes from the first token on, and shows text as soon as it is final.
+
+    Args:
+      job: what to decode.
+      programs: that have read its prompt.
+      state: after the first token.
+      show: as in `stream_text`.
+      warms_up: as in `stream_text`.
+      is_interrupted: asked before each step; True ends the text.
+
+    Returns:
+      The result, its times without those of `show`, and the last state.
+    """
     text = StoppedText(job.pair.tokenizer, job.prompt_ids, job.options.stop)
     num_shown, first_length = len(job.prompt_ids), int(state.lengths[0])
     step_seconds, origin = 0.0, 0
@@ -208,7 +261,7 @@ def stream_text(
             origin = int(origins[0, num_shown])
             show(text.feed(int(ids[0, num_shown])), origin)
             num_shown += 1
-        if text.stopped or finish[0]:
+        if text.stopped or finish[0] or is_interrupted():
             break
         if warms_up:
             programs.warm_up(*job.models, state)
@@ -219,7 +272,7 @@ def stream_text(
     show(text.flush(), origin)
     rate = (num_shown - first_length) / step_seconds if step_seconds else None
     result = _result_of(job, state, num_shown, text)
-    return result, Timings(programs.seconds_waited, step_seconds, rate)
+    return result, Timings(programs.seconds_waited, step_seconds, rate), state
 
 
 def compare_with_plain(

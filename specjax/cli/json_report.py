@@ -65,6 +65,7 @@ def json_report(job: GenerateJob, result: GenerateResult, timings: Timings) -> d
         "step_costs": job.config.for_batch_size(1).step_costs,
         "rejection_sample_method": job.config.rejection_sample_method,
         "rule": job.options.rule,
+        "generation_config": job.options.from_generation_config,
         "exact": is_exact(job),
         "timings": timings._asdict(),
         "device": jax.devices()[0].device_kind,

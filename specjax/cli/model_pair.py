@@ -8,23 +8,29 @@ import dataclasses
 import json
 import os
 import pathlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from specjax import models
+from specjax.cli.arguments import parse_sampling_options
+from specjax.cli.folders.hub_cache import find_model, model_name
+from specjax.cli.option_table import suggest
 from specjax.cli.processes import load_options
 from specjax.config import SpeculativeConfig
-from specjax.contrib.grammars import json_schema_grammar, token_bytes
+from specjax.contrib.grammars import json_schema_grammar, min_tokens_grammar, token_bytes
 from specjax.decode.drafters import Drafter, model_drafter, ngram_drafter
 from specjax.engine.request import PROGRAM_EXITS
 from specjax.file_io import read_file, shorten
 from specjax.processing.grammar import Grammar
+from specjax.processing.sampling_params import SamplingParams
 from specjax.types import Model
 
 __all__ = [
     "ModelPair",
     "check_k",
+    "check_vocabulary",
+    "count_grammar",
     "describe_configs",
     "encode_prompt",
     "encode_text",
@@ -32,12 +38,15 @@ __all__ = [
     "pair_shapes",
     "read_grammar",
     "read_pair",
+    "read_sampling",
+    "render_chat",
     "with_trained_k",
 ]
 
 _MAX_BYTES = 2**24
 # Names of `--draft`, and the folders that ship with specjax.
 _EMBEDDED_DRAFTS = {"head": "eagle3", "model": "draft"}
+_NAMED_DRAFTS = ("ngram", "none")
 
 
 class ModelPair(NamedTuple):
@@ -74,7 +83,8 @@ def read_pair(options: argparse.Namespace) -> ModelPair:
         target, and more `--logprobs` than the target has tokens.
     """
     embedded = options.target is None
-    folder = models.pretrained_folder("target") if embedded else options.target
+    embedded_folder = models.pretrained_folder("target")
+    folder = embedded_folder if embedded else find_model(options.target, "--target")
     default = "head" if embedded else "ngram"
     draft_name = default if options.draft is None else options.draft
     draft_spec = draft_name
@@ -86,8 +96,17 @@ def read_pair(options: argparse.Namespace) -> ModelPair:
             f"--draft {draft_name} is the {kind} that ships with specjax, trained for the default "
             f"target; with --target, give the folder of a {kind} for that target."
         )
-    name = f"target {'embedded' if embedded else folder} · draft {draft_name}"
+    elif draft_name not in _NAMED_DRAFTS:
+        draft_spec = find_model(draft_name, "--draft")
+        hint = suggest(draft_name, (*_EMBEDDED_DRAFTS, *_NAMED_DRAFTS))
+        if hint and not os.path.isdir(draft_spec):
+            raise ValueError(f"--draft is {draft_name}, which is not a folder.{hint}")
+    name = f"target {'embedded' if embedded else options.target} · draft {draft_name}"
     config, tokenizer = models.load_config(folder), models.load_tokenizer(folder)
+    if options.dtype is not None:
+        config = dataclasses.replace(config, dtype=options.dtype)
+    if options.ignore_eos:
+        config = dataclasses.replace(config, eos_token_ids=())
     pair = ModelPair(name, folder, draft_spec, config, tokenizer)
     target_options, draft_options = load_options(options)
     pair = pair._replace(load_target=target_options, load_draft=draft_options)
@@ -95,7 +114,7 @@ def read_pair(options: argparse.Namespace) -> ModelPair:
         raise ValueError(
             f"--logprobs is {options.logprobs}; the target has {config.vocab_size} tokens."
         )
-    return pair if draft_spec in ("ngram", "none") else _read_draft(pair)
+    return pair if draft_spec in _NAMED_DRAFTS else _read_draft(pair)
 
 
 def _read_draft(pair: ModelPair) -> ModelPair:
@@ -147,7 +166,7 @@ def with_trained_k(
 
 def _warn_of_verifier(pair: ModelPair, verifier: str | None) -> str | None:
     """Returns a warning if a head names another target than the folder's, or None."""
-    folder = pathlib.Path(pair.folder).resolve().name
+    folder = model_name(pair.folder)
     if verifier is None or pathlib.PurePath(verifier).name.lower() == folder.lower():
         return None
     return (
@@ -165,7 +184,7 @@ def describe_configs(pair: ModelPair) -> str:
 def pair_shapes(pair: ModelPair) -> tuple[Model, Drafter | None] | None:
     """Returns target and drafter with shapes for weights; None with a head or a mesh."""
     has_head = pair.draft is not None and pair.draft.kind != "model"
-    return None if has_head or pair.load_target else _make_pair(pair, models.load_shapes)
+    return None if has_head or "mesh" in pair.load_target else _make_pair(pair, models.load_shapes)
 
 
 def load_pair(pair: ModelPair) -> tuple[Model, Drafter | None]:
@@ -242,16 +261,58 @@ def encode_prompt(
             f"the prompt has {len(ids)} tokens and {option} is {num_new_tokens}; "
             f"together they may be at most {max_length}, the target's longest sequence."
         )
+    check_vocabulary(pair, ids)
+    return ids, warning
+
+
+def check_vocabulary(pair: ModelPair, ids: Sequence[int]) -> None:
+    """Refuses tokens of a prompt that are not in the target's vocabulary."""
     if max(ids) >= pair.target_config.vocab_size:
         raise ValueError(
             f"the prompt has token {max(ids)}, but the target's config.json has vocab_size "
             f"{pair.target_config.vocab_size}; tokenizer.json belongs to another model."
         )
-    return ids, warning
+
+
+def render_chat(
+    options: argparse.Namespace,
+    pair: ModelPair,
+    messages: Sequence[Mapping[str, object]],
+    **how: Any,
+) -> str:
+    """Returns the prompt of messages by the target's chat template, with the options' variables.
+
+    Args:
+      options: of the command. `--system` is the first message where that is no system message.
+      pair: gives the folder.
+      messages: as in `models.chat_prompt`.
+      how: `strftime_now` of `models.chat_prompt`.
+    """
+    first = messages[0] if messages else None
+    has_system = isinstance(first, Mapping) and first.get("role") == "system"
+    if options.system is not None and not has_system:
+        messages = [{"role": "system", "content": options.system}, *messages]
+    return models.chat_prompt(pair.folder, messages, variables=dict(options.template_arg), **how)
+
+
+def read_sampling(options: argparse.Namespace, pair: ModelPair) -> SamplingParams | None:
+    """Returns the sampling options and the grammar of `read_grammar`, or None without any."""
+    sampling, grammar = parse_sampling_options(options), read_grammar(options, pair)
+    if grammar is None:
+        return sampling
+    return (sampling or SamplingParams())._replace(grammar=grammar)
+
+
+def count_grammar(pair: ModelPair, min_tokens: int) -> Grammar | None:
+    """Returns the grammar of texts of at least `min_tokens` tokens; None if every text is one."""
+    if not (min_tokens and pair.target_config.eos_token_ids):
+        return None
+    config = pair.target_config
+    return min_tokens_grammar(min_tokens, config.vocab_size, config.eos_token_ids)
 
 
 def read_grammar(options: argparse.Namespace, pair: ModelPair) -> Grammar | None:
-    """Returns the grammar of `--json-schema`, or None if it is not given.
+    """Returns the grammar of `--json-schema` or `--min-tokens`, or None without both.
 
     Raises:
       ValueError: if the file is not a JSON object, its schema is refused or nested too deeply, or
@@ -260,7 +321,7 @@ def read_grammar(options: argparse.Namespace, pair: ModelPair) -> Grammar | None
     """
     path = options.json_schema
     if path is None:
-        return None
+        return count_grammar(pair, options.min_tokens or 0)
     data, config = read_file(path, _MAX_BYTES), pair.target_config
     try:
         try:

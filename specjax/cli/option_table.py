@@ -1,11 +1,26 @@
 """Options of the command as tables: how each is parsed, its limits and its help text."""
 
 import argparse
+import contextlib
+import difflib
+import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
-__all__ = ["Option", "add_options", "check_limits", "flag", "option_name"]
+from specjax.file_io import quote
+
+__all__ = [
+    "Option",
+    "add_options",
+    "check_limits",
+    "flag",
+    "option_name",
+    "parse_fields",
+    "parse_template_arg",
+    "suggest",
+    "without",
+]
 
 
 class Option(NamedTuple):
@@ -18,6 +33,8 @@ class Option(NamedTuple):
       limits: the minimum and the maximum of a number.
       default: if the option is absent.
       needs: names the limits in a sentence, or None for the numbers themselves.
+      aliases: other names, such as those of other programs.
+      is_list: whether the option may be given several times; its value is a list then.
     """
 
     parse: Callable[[str], Any] | None
@@ -26,6 +43,8 @@ class Option(NamedTuple):
     limits: tuple[float, float] | None = None
     default: Any = None
     needs: str | None = None
+    aliases: tuple[str, ...] = ()
+    is_list: bool = False
 
 
 def flag(text: str) -> Option:
@@ -43,14 +62,23 @@ def option_name(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
+def without(table: Mapping[str, Option], *names: str) -> dict[str, Option]:
+    """Returns a table without some of its options."""
+    return {name: option for name, option in table.items() if name not in names}
+
+
 def add_options(group: Any, table: Mapping[str, Option]) -> None:
     """Adds a table's options to a group of a parser."""
-    for name, (parse, letter, text, _, default, _) in table.items():
-        if default is not None:
-            text += f"; default: {default}"
-        value = {"type": parse, "default": default, "metavar": letter}
-        how = {"action": "store_true"} if parse is None else value
-        group.add_argument(option_name(name), help=text, **how)
+    for name, option in table.items():
+        text = option.text
+        how: dict[str, Any] = {"action": "store_true"}
+        if option.default is not None:
+            text += f"; default: {option.default}"
+        if option.parse is not None:
+            how = {"type": option.parse, "default": option.default, "metavar": option.letter}
+        if option.is_list:
+            how |= {"action": "append", "default": []}
+        group.add_argument(option_name(name), *option.aliases, help=text, **how)
 
 
 def check_limits(options: argparse.Namespace, table: Mapping[str, Option]) -> None:
@@ -63,3 +91,36 @@ def check_limits(options: argparse.Namespace, table: Mapping[str, Option]) -> No
         if not low <= value <= high:
             needs = option.needs or (f">= {low}" if high == math.inf else f"in [{low}, {high}]")
             raise ValueError(f"{option_name(name)} is {value}; it needs to be {needs}.")
+
+
+def parse_fields(text: str) -> dict[str, str]:
+    """Returns the places of NAME=PLACE,NAME=PLACE."""
+    pairs = [part.partition("=") for part in text.split(",")]
+    if not all(name and place for name, _, place in pairs):
+        raise argparse.ArgumentTypeError(
+            f"{quote(text)} is no NAME=PLACE,NAME=PLACE; id=task_id,prompt=prompt is one"
+        )
+    return {name.strip(): place.strip() for name, _, place in pairs}
+
+
+def parse_template_arg(text: str) -> tuple[str, Any]:
+    """Returns the name and the value of NAME=VALUE; a value that is no JSON is text."""
+    name, sign, value = text.partition("=")
+    if not (sign and name.isidentifier()):
+        raise argparse.ArgumentTypeError(
+            f"{quote(text)} is no NAME=VALUE; enable_thinking=false is one"
+        )
+    with contextlib.suppress(ValueError):
+        return name, json.loads(value)
+    return name, value
+
+
+def suggest(word: str, known: Iterable[str]) -> str:
+    """Returns a question with the known word that is closest to a word; "" if none is close.
+
+    Example:
+      >>> suggest("--temprature", ["--temperature", "--top-k"]), suggest("x", ["--top-k"])
+      (' Did you mean --temperature?', '')
+    """
+    close = difflib.get_close_matches(word, list(known), n=1)
+    return f" Did you mean {close[0]}?" if close else ""

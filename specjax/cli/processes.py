@@ -111,8 +111,9 @@ def load_options(options: argparse.Namespace) -> tuple[dict[str, Any], dict[str,
     Raises:
       ValueError: if JAX sees fewer devices, or those of several processes are more.
     """
+    dtype = {} if options.dtype is None else {"dtype": options.dtype}
     if options.mesh is None:
-        return {}, {}
+        return dtype, dtype
     _put_sums_in_graphs()
     devices, num_processes = jax.devices(), jax.process_count()
     if len(devices) < options.mesh:
@@ -125,7 +126,9 @@ def load_options(options: argparse.Namespace) -> tuple[dict[str, Any], dict[str,
             f"--mesh is {options.mesh}; the {num_processes} processes have {len(devices)} devices, "
             "and all of them take part. On GPUs, CUDA_VISIBLE_DEVICES says which a process has."
         )
-    target = {"mesh": jax.make_mesh((options.mesh,), ("model",), devices=devices[: options.mesh])}
+    target = dtype | {
+        "mesh": jax.make_mesh((options.mesh,), ("model",), devices=devices[: options.mesh])
+    }
     return target, target | {"replicate": options.replicate_draft}
 
 

@@ -5,7 +5,7 @@ import sys
 
 from specjax.file_io import read_file, read_stream
 
-__all__ = ["read_prompt", "read_prompts"]
+__all__ = ["read_prompts", "read_prompts_of_generate"]
 
 # Several million tokens, more than any target takes.
 _MAX_BYTES = 2**24
@@ -21,21 +21,19 @@ _BUILT_IN_PROMPTS = (
 )
 
 
-def read_prompt(options: argparse.Namespace) -> str:
-    """Returns the prompt of `generate`; raises a `ValueError` without one, or if it is not text."""
-    prompt, path = options.prompt, options.prompt_file
-    if path is not None:
-        source, data = path, read_file(path, _MAX_BYTES)
-    elif prompt not in (None, "-"):
-        source, data = "the prompt", prompt.encode(errors="surrogateescape")
-    elif prompt is None and sys.stdin.isatty():
+def read_prompts_of_generate(options: argparse.Namespace) -> list[str]:
+    """Returns the prompts of `generate`: arguments or files; without both, standard input.
+
+    Raises:
+      ValueError: without a prompt, or if one is not text.
+    """
+    if options.prompt_file is not None:
+        return [_decode_text(path, read_file(path, _MAX_BYTES)) for path in options.prompt_file]
+    if not options.prompt and sys.stdin.isatty():
         raise ValueError(
             "there is no prompt; give one as an argument, by --prompt-file or on standard input."
         )
-    else:
-        source = "standard input"
-        data = read_stream(sys.stdin.buffer, source, _MAX_BYTES)
-    return _decode_text(source, data)
+    return [_read_argument(text) for text in options.prompt or ["-"]]
 
 
 def read_prompts(options: argparse.Namespace) -> list[str]:
@@ -43,6 +41,14 @@ def read_prompts(options: argparse.Namespace) -> list[str]:
     prompts = [("a prompt", text.encode(errors="surrogateescape")) for text in options.prompt]
     prompts += [(path, read_file(path, _MAX_BYTES)) for path in options.prompt_file or ()]
     return [_decode_text(source, data) for source, data in prompts] or list(_BUILT_IN_PROMPTS)
+
+
+def _read_argument(text: str) -> str:
+    """Returns the text of an argument; - stands for standard input."""
+    if text == "-":
+        name = "standard input"
+        return _decode_text(name, read_stream(sys.stdin.buffer, name, _MAX_BYTES))
+    return _decode_text("the prompt", text.encode(errors="surrogateescape"))
 
 
 def _decode_text(source: str, data: bytes) -> str:

@@ -1,4 +1,4 @@
-"""Runs `specjax generate` on one prompt: reads it and a pair, streams its text, reports."""
+"""Runs `specjax generate` on prompts: reads them and a pair, streams each text, reports."""
 
 import argparse
 import json
@@ -6,8 +6,7 @@ import pathlib
 from concurrent import futures
 from typing import Any
 
-from specjax import models
-from specjax.cli.arguments import parse_sampling_options
+from specjax.cli.folders.pair_memory import report_memory
 from specjax.cli.generate import GenerateJob, begin_programs, compare_with_plain, stream_text
 from specjax.cli.json_report import json_report
 from specjax.cli.model_pair import (
@@ -16,25 +15,26 @@ from specjax.cli.model_pair import (
     encode_prompt,
     load_pair,
     pair_shapes,
-    read_grammar,
+    read_sampling,
+    render_chat,
     with_trained_k,
 )
 from specjax.cli.processes import check_same_inputs, collective_errors, is_rank_zero
 from specjax.config import SpeculativeConfig
-from specjax.processing.sampling_params import SamplingParams
+from specjax.decode.capacity import DEFAULT_CAPACITY
 
-__all__ = ["read_job", "run_job"]
+__all__ = ["read_jobs", "run_job", "run_jobs"]
 
 
-def read_job(
+def read_jobs(
     options: argparse.Namespace,
     config: SpeculativeConfig,
     pair: ModelPair,
-    text: str,
+    texts: list[str],
     terminal: Any,
     folder: pathlib.Path | None,
-) -> GenerateJob:
-    """Returns the job that the options describe.
+) -> list[GenerateJob]:
+    """Returns the job of each prompt; they share models and programs.
 
     Weights are read last, while Python traces the programs, and while XLA compiles them. No spinner
     is shown: a long load shows a progress bar.
@@ -44,17 +44,16 @@ def read_job(
         different inputs.
     """
     with collective_errors(options):
-        if options.chat:
-            text = models.chat_prompt(pair.folder, [{"role": "user", "content": text}])
-        room: Any = {"num_new_tokens": options.max_new_tokens, "option": "--max-new-tokens"}
-        ids, warning = encode_prompt(pair, text, chat=options.chat, **room)
-        terminal.print_warning(warning)
-        sampling, grammar = parse_sampling_options(options), read_grammar(options, pair)
-        if grammar is not None:
-            sampling = (sampling or SamplingParams())._replace(grammar=grammar)
+        encoded = [_encode(options, pair, text, terminal) for text in texts]
+        sampling = read_sampling(options, pair)
         config = with_trained_k(config, options, pair)
-    job = GenerateJob(options, pair, config, text, ids, sampling, folder)
-    inputs = {"config": config, "prompt_ids": ids, "sampling": sampling}
+        longest = max((ids for _, ids in encoded), key=len)
+        job = GenerateJob(options, pair, config, "", longest, sampling, folder)
+        size = {"num_requests": 1, "max_length": _capacity(job)}
+        report_memory(options, pair, config, terminal, **size)
+    if len(texts) > 1:
+        job = job._replace(max_length=_capacity(job))
+    inputs = {"config": config, "prompt_ids": [ids for _, ids in encoded], "sampling": sampling}
     inputs |= {"models": describe_configs(pair), "tokenizer": pair.tokenizer}
     check_same_inputs(options, inputs)
     with futures.ThreadPoolExecutor(1) as pool:
@@ -65,7 +64,35 @@ def read_job(
             programs = begin_programs(job._replace(target=target, drafter=drafter))
             job = job._replace(programs=programs)
         target, drafter = weights.result()
-        return job._replace(target=target, drafter=drafter)
+    job = job._replace(target=target, drafter=drafter)
+    if len(texts) > 1 and job.programs is None:
+        job = job._replace(programs=begin_programs(job))
+    return [job._replace(text=text, prompt_ids=ids) for text, ids in encoded]
+
+
+def _encode(
+    options: argparse.Namespace, pair: ModelPair, text: str, terminal: Any
+) -> tuple[str, list[int]]:
+    """Returns a prompt as the target is given it, text and tokens."""
+    if options.chat:
+        text = render_chat(options, pair, [{"role": "user", "content": text}])
+    room: Any = {"num_new_tokens": options.max_new_tokens, "option": "--max-new-tokens"}
+    ids, warning = encode_prompt(pair, text, chat=options.chat, **room)
+    terminal.print_warning(warning)
+    return text, ids
+
+
+def _capacity(job: GenerateJob) -> int:
+    """Returns tokens that the buffers of all prompts have room for, which share programs."""
+    needed = len(job.prompt_ids) + job.options.max_new_tokens
+    longest: int = job.pair.target_config.max_position_embeddings
+    return min(longest, max(DEFAULT_CAPACITY, 1 << (needed - 1).bit_length()))
+
+
+def run_jobs(jobs: list[GenerateJob], terminal: Any) -> None:
+    """Runs one job after the other."""
+    for job in jobs:
+        run_job(job, terminal)
 
 
 def run_job(job: GenerateJob, terminal: Any) -> None:

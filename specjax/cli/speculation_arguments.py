@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from specjax.cli.option_table import Option, flag, option_name
+from specjax.cli.option_table import Option, flag, option_name, suggest
 from specjax.config import SpeculativeConfig
 from specjax.core import rules
 from specjax.core.rule import StaticRule
@@ -22,6 +22,10 @@ _RULES: dict[str, tuple[Callable[..., StaticRule], tuple[type, ...], str]] = {
     "typical": (rules.typical_acceptance, (float, float), "0.09,0.3"),
     "relaxed": (rules.relaxed, (int, float), "10,0.6"),
     "ensemble": (rules.ensemble, (float,), "0.5"),
+}
+_CHOICES = {
+    "rejection_sample_method": ("standard", "block", "coupled", "synthetic"),
+    "draft_sample_method": ("probabilistic", "greedy"),
 }
 _MAX_BYTES = 2**24
 
@@ -42,6 +46,9 @@ def make_config_of(*, rule: str | None = None, **fields: Any) -> SpeculativeConf
     except ValueError as error:
         names = rf"\b(?:{'|'.join(SPECULATION_OPTIONS)})\b"
         message = re.sub(names, lambda name: option_name(name[0]), str(error))
+        for name, choices in _CHOICES.items():
+            if message.startswith(option_name(name)) and fields.get(name) not in choices:
+                message += suggest(str(fields.get(name)), choices)
         raise ValueError(message) from None
 
 
@@ -83,7 +90,8 @@ def _parse_rule(text: str) -> StaticRule:
     name, _, numbers = text.partition(":")
     examples = [f"{name}:{example}" for name, (_, _, example) in _RULES.items()]
     if name not in _RULES:
-        raise ValueError(f"rule is {text!r}; it needs to be like {' or '.join(examples)}.")
+        hint = suggest(name, _RULES)
+        raise ValueError(f"rule is {text!r}; it needs to be like {' or '.join(examples)}.{hint}")
     make, kinds, example = _RULES[name]
     try:
         values = [kind(x) for kind, x in zip(kinds, numbers.split(","), strict=True)]

@@ -29,6 +29,7 @@ from specjax.decode.prefill import begin_prefill, read_prompt_chunk
 from specjax.decode.state import DecodeState, RequestBatch
 from specjax.decode.step import compute_rows, verify_and_commit
 from specjax.decode.target_step import TargetRows, gather_row
+from specjax.engine.slots import PromptCaches
 from specjax.types import Model
 
 __all__ = ["StreamPrograms"]
@@ -55,9 +56,17 @@ def _commit_rows(
     return after, gather_row(rows.hidden, info.verification.num_accepted)
 
 
+def _resume_prefill(
+    models: Models, requests: RequestBatch, caches: PromptCaches, *, options: StepOptions
+) -> DecodeState:
+    """Returns the state of `begin_prefill` with caches that hold the beginning of the prompts."""
+    return begin_prefill(models, requests, options=options)._replace(**caches._asdict())
+
+
 _jit_part = functools.partial(jax.jit, static_argnames="options", donate_argnames="state")
 _FUNCTIONS = {
     "begin": jax.jit(begin_prefill, static_argnames="options"),
+    "resume": jax.jit(_resume_prefill, static_argnames="options", donate_argnames="caches"),
     "chunk": _jit_part(read_prompt_chunk),
     "first": _jit_part(_commit_rows),
     "draft": _jit_part(run_draft),
@@ -91,9 +100,8 @@ class StreamPrograms:
         path: pathlib.Path | None = None,
     ) -> None:
         self.seconds_waited = 0.0
-        self._requests, self._chunk_size = requests, options.chunk_size
-        self._options: dict[str, Any] = dict.fromkeys(_FUNCTIONS, options.step)
-        self._options["chunk"] = options
+        self._requests, self._options = requests, options.step
+        self._chunk_size = min(options.chunk_size, requests.token_ids.shape[1])
         # The prompt's row, which the first step commits.
         self._first_rows: Any = None
         # From the last commit: the next step begins with drafts from it.
@@ -133,7 +141,7 @@ class StreamPrograms:
         # A drafter without parameters looks tokens up.
         looks_up = drafter is not None and not jax.tree.leaves(drafter.params)
         begun = self._lower("begin", models, self._requests, is_small=True)
-        read = self._lower("chunk", models, begun, np.int32(0))
+        read = self._lower("chunk", models, begun, *self._chunk(0))
         state, hidden = self._lower("first", drafter, *read, is_small=True)
         if drafter is not None:
             state = self._lower("draft", drafter, state, hidden, is_small=looks_up)
@@ -143,7 +151,7 @@ class StreamPrograms:
     def _lower(self, name: str, *operands: Any, is_small: bool = False) -> Any:
         """Lowers a program, to be compiled; returns the shapes of its results."""
         # Traced and lowered by this thread, whose settings of JAX may be its own.
-        lowered = _FUNCTIONS[name].lower(*operands, options=self._options[name])
+        lowered = _FUNCTIONS[name].lower(*operands, options=self._options)
         options = prefill_options() if name == "chunk" else None
         options = small_program_options() if is_small else options
         self._pending[name] = functools.partial(lowered.compile, options)
@@ -168,16 +176,45 @@ class StreamPrograms:
             self.step(target, drafter, _copy(state))
         self._hidden = hidden
 
-    def read_prompt(self, target: Model, drafter: Drafter | None) -> DecodeState:
-        """Returns the state that has read the prompt; the first step takes its last row."""
+    def read_prompt(
+        self,
+        target: Model,
+        drafter: Drafter | None,
+        requests: RequestBatch | None = None,
+        reused: tuple[int, PromptCaches] | None = None,
+    ) -> DecodeState:
+        """Returns the state that has read the prompt; the first step takes its last row.
+
+        Args:
+          target: the model.
+          drafter: the drafter, or None.
+          requests: of the shapes and options of those before; None takes those again.
+          reused: how many tokens of the prompt need not be read, and caches that hold them, which
+            are used up; or None.
+        """
+        if requests is not None:
+            self._requests = requests
         end = int(np.max(self._requests.lengths))
         models = Models(target, drafter)
         with explain_out_of_memory(models, *self._requests.token_ids.shape):
-            state = self._call("begin", models, self._requests)
-            for done in np.arange(0, end, self._chunk_size, dtype=np.int32):
-                state, rows = self._call("chunk", models, state, done)
+            if reused is None:
+                begin, state = 0, self._call("begin", models, self._requests)
+            else:
+                begin, caches = reused
+                state = self._call("resume", models, self._requests, caches)
+            for done in range(begin, end, self._chunk_size):
+                state, rows = self._call("chunk", models, state, *self._chunk(done))
             self._first_rows, self._hidden = jax.block_until_ready(rows), None
             return state
+
+    def _chunk(self, done: int) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the tokens of the prompts from `done` on, and their positions, two i32[B, C]."""
+        prompt, lengths, _ = self._requests
+        part = np.asarray(prompt)[:, done : done + self._chunk_size]
+        ids = np.pad(part, ((0, 0), (0, self._chunk_size - part.shape[1])))
+        index = np.arange(done, done + self._chunk_size, dtype=np.int32)[None]
+        is_token = index < np.asarray(lengths)[:, None]
+        return np.where(is_token, ids, 0), np.where(is_token, index, -1)
 
     def step(self, target: Model, drafter: Drafter | None, state: DecodeState) -> DecodeState:
         """Returns the state after a step; the state that was given is used up.
@@ -208,7 +245,7 @@ class StreamPrograms:
         if program is not None:
             self.seconds_waited += time.perf_counter() - start
             return program(*operands)
-        results = _FUNCTIONS[name](*operands, options=self._options[name])
+        results = _FUNCTIONS[name](*operands, options=self._options)
         if name not in self._called:
             self._called.add(name)
             self.seconds_waited += time.perf_counter() - start

@@ -3,7 +3,9 @@
 import contextlib
 import errno
 import os
+import signal
 import sys
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn, TextIO
 
 import jax
@@ -11,12 +13,14 @@ import jax
 from specjax.file_io import shorten
 
 __all__ = [
+    "catch_interrupt",
     "end_with_error",
     "exit_on_interrupt",
     "exit_on_terminate",
     "flush_or_discard",
     "open_missing_streams",
     "print_error",
+    "raise_on_interrupt",
 ]
 
 # A library may quote a whole file.
@@ -58,6 +62,40 @@ def exit_on_interrupt(*_: Any) -> NoReturn:
     # Not by an exception, which can crash the process if it passes through a compilation.
     _end_spinner()
     os._exit(130)
+
+
+@contextlib.contextmanager
+def catch_interrupt() -> Iterator[Callable[[], bool]]:
+    """Yields a function that says whether SIGINT has come; a second SIGINT ends the process."""
+    is_interrupted = False
+
+    def note(*_: Any) -> None:
+        nonlocal is_interrupted
+        if is_interrupted:
+            exit_on_interrupt()
+        is_interrupted = True
+
+    with _handle_interrupt(note):
+        yield lambda: is_interrupted
+
+
+def raise_on_interrupt() -> contextlib.AbstractContextManager[None]:
+    """Returns a context in which SIGINT raises `KeyboardInterrupt`."""
+    return _handle_interrupt(signal.default_int_handler)
+
+
+@contextlib.contextmanager
+def _handle_interrupt(handler: Callable[..., Any]) -> Iterator[None]:
+    """Handles SIGINT in the context, unless the process ignores it."""
+    before = signal.getsignal(signal.SIGINT)
+    if before == signal.SIG_IGN:
+        yield
+        return
+    signal.signal(signal.SIGINT, handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _end_spinner() -> None:

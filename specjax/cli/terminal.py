@@ -134,6 +134,14 @@ class Terminal:
         """Prints heading, legend and prompt if standard output is a terminal and not quiet."""
         if self._quiet or not self._is_terminal:
             return
+        self.print_heading(job)
+        self._stdout.print()
+        self.print_text(job.text, _PROMPT)
+
+    def print_heading(self, job: GenerateJob) -> None:
+        """Prints heading and legend if standard output is a terminal and not quiet."""
+        if self._quiet or not self._is_terminal:
+            return
         # As Text: a folder's name may look like markup.
         self._stdout.print(Text(_heading(job), "dim"))
         if _supports_style(sys.stdout):
@@ -141,8 +149,12 @@ class Terminal:
             styles = [_ORIGIN_STYLES[origin] for origin in origins]
             legend = [Text("■ " + name, style) for name, style in styles]
             self._stdout.print(Text("  ").join(legend))
-        self._stdout.print()
-        self.print_text(job.text, _PROMPT)
+
+    def print_report(self, sentence: str) -> None:
+        """Prints a line after a text, where a report goes; nothing if quiet."""
+        if not self._quiet:
+            console = self._stdout if self._is_terminal else self._stderr
+            console.print(Text(sentence, "dim"), soft_wrap=True)
 
     def print_text(self, text: str, origin: int) -> None:
         """Writes a piece of text, in the colour of its origin unless quiet."""

@@ -139,6 +139,14 @@ class FixedK:
         """Returns no history."""
         return None
 
+    def num_read(self, lengths: jax.Array) -> jax.Array:
+        """Returns how many committed tokens a draft model has read for sure, i32[B].
+
+        It may not have read the last, one that it drafted last, and one of a last step that had no
+        room for drafts.
+        """
+        return jnp.maximum(lengths - 3, 0)
+
 
 class AdaptiveK:
     """Each request drafts as many tokens as are best at its own acceptance rate, or none.
@@ -235,6 +243,10 @@ class AdaptiveK:
             _decay(history.num_accepted) + _TOKEN * num_accepted,
             jnp.minimum(history.num_read, lengths - 1),
         )
+
+    def num_read(self, lengths: jax.Array) -> jax.Array:
+        """Returns how many committed tokens a draft model has read, i32[B]."""
+        return self.history.num_read
 
 
 class SharedK(AdaptiveK):

@@ -311,7 +311,12 @@ def begin_prefill(models: Models, requests: RequestBatch, *, options: StepOption
 
 
 def read_prompt_chunk(
-    models: Models, state: DecodeState, done: jax.Array, *, options: StaticOptions
+    models: Models,
+    state: DecodeState,
+    token_ids: jax.Array,
+    positions: jax.Array,
+    *,
+    options: StepOptions,
 ) -> tuple[DecodeState, TargetRows]:
     """Returns the state after one chunk of each prompt, and the target's row of each last token.
 
@@ -321,22 +326,21 @@ def read_prompt_chunk(
     Args:
       models: as in `run_prefill`.
       state: from `begin_prefill` or this function.
-      done: i32[], how many tokens were read before.
-      options: as in `run_prefill`.
+      token_ids: i32[B, C], successive tokens of the prompts.
+      positions: i32[B, C], those of the tokens, -1 past a prompt's end.
+      options: of a step.
 
     Returns:
       The state, and one row per request. Rows of prompts whose last token is in another chunk are
       to be ignored.
     """
-    chunk_size = min(options.chunk_size, state.token_ids.shape[1])
-    padded = jnp.pad(state.token_ids, ((0, 0), (0, -state.token_ids.shape[1] % chunk_size)))
-    operands = (models, state, padded, done, chunk_size)
-    cache, drafter_state, outputs = _read_chunk(*operands, reads_last=True)
-    index = state.lengths - 1 - done
+    caches = (state.target_cache, state.drafter_state)
+    operands = (token_ids, positions, state.lengths[:, None] - 1)
+    cache, drafter_state, outputs = read_chunk(models, *caches, *operands)
+    index = state.lengths - 1 - positions[:, 0]
     hidden, features = jax.tree.map(lambda rows: _gather_token(rows, index), outputs)
     state = state._replace(target_cache=cache, drafter_state=drafter_state)
-    implementation = options.step.implementation
-    return state, score_hidden(models.target, state, implementation, hidden, features)
+    return state, score_hidden(models.target, state, options.implementation, hidden, features)
 
 
 def _read_chunk(

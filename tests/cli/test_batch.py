@@ -183,7 +183,10 @@ def test_prompts_that_begin_as_the_tokenizer_would_begin_them_give_one_warning(
     monkeypatch.setattr(run_batch, "_hash", lambda *what: "")
     (tmp_path / "in").write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
     files = {"input": str(tmp_path / "in"), "output": str(tmp_path / "out")}
-    options = argparse.Namespace(chat=False, json_schema=None, **files)
+    absent = dict.fromkeys(("json_schema", "min_tokens", "fields", "num_slots"))
+    for name in ("_capacity", "report_memory"):
+        monkeypatch.setattr(run_batch, name, lambda *what, **size: 0)
+    options = argparse.Namespace(chat=False, **absent, **files)
     pair = types.SimpleNamespace(tokenizer=None, draft=None)
     terminal = types.SimpleNamespace(print_warning=warned.append)
     with contextlib.ExitStack() as stack:
@@ -501,3 +504,24 @@ def test_texts_are_json_that_a_schema_accepts(generate, folders, tmp_path, capsy
         schema.write_text(text)
         assert main([*alone, "--json-schema", str(schema)]) == 2
         assert sentence in capsys.readouterr().err
+
+
+@pytest.mark.once
+def test_turns_of_a_line_are_answered_one_after_the_other(generate, folders):
+    """The second answer is that of the whole conversation as messages."""
+    template = pathlib.Path(folders[0], "chat_template.jinja")
+    before = template.read_text()
+    template.write_text("{% for m in messages %}{{ m.role[0] }}{{ m.content }}{% endfor %}a")
+    try:
+        lines = [{"turns": ["ab", "c"], "seed": 4, "max_new_tokens": 5}, {"prompt": "ab"}]
+        code, found = generate(lines)
+        assert code == 0
+        first, second = found[1]["turns"]
+        assert (second["text"], second["token_ids"]) == (found[1]["text"], found[1]["token_ids"])
+        roles = zip(("user", "assistant", "user"), ("ab", first["text"], "c"), strict=True)
+        messages = [{"role": role, "content": text} for role, text in roles]
+        alone = [{"messages": messages, "seed": 4, "max_new_tokens": 5}]
+        assert generate(alone, output="alone")[1][1]["token_ids"] == second["token_ids"]
+        assert "turns" not in found[2]
+    finally:
+        template.write_text(before)

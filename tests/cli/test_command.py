@@ -27,7 +27,7 @@ from specjax.cli.generate import GenerateJob, GenerateResult, Timings
 from specjax.cli.json_report import is_exact, metrics_json
 from specjax.cli.model_pair import ModelPair, read_pair
 from specjax.cli.processes import load_options
-from specjax.cli.run_generate import read_job
+from specjax.cli.run_generate import read_jobs
 from specjax.cli.stream_programs import StreamPrograms
 from specjax.cli.sweep.run_sweep import read_workload
 from specjax.cli.terminal import Terminal
@@ -237,7 +237,7 @@ def test_xla_is_given_no_flag_that_a_later_jax_may_not_know(monkeypatch):
     """XLA ends the process at a flag that it does not know."""
     monkeypatch.setenv("XLA_FLAGS", "")
     monkeypatch.setattr(jax, "__version_info__", (0, 13, 0))
-    load_options(argparse.Namespace(mesh=2, replicate_draft=False))
+    load_options(argparse.Namespace(mesh=2, replicate_draft=False, dtype=None))
     assert os.environ["XLA_FLAGS"] == ""
 
 
@@ -263,7 +263,7 @@ def test_a_key_does_not_depend_on_what_jax_makes_by_default(pair):
     with jax.default_prng_impl("rbg"):
         options, config = parse_options(["generate", "ab", *arguments, *SHORT])
         terminal = Terminal(quiet=True)
-        job = read_job(options, config, read_pair(options), "ab", terminal, None)
+        (job,) = read_jobs(options, config, read_pair(options), ["ab"], terminal, None)
         options, _ = parse_options(
             ["sweep", "ab", *arguments, "--context", "8", "--steps", "4", *PLAIN]
         )

@@ -40,6 +40,7 @@ def _run_in_folder(folder, tmp_path, monkeypatch):
 
 def read(**options):
     given = {"target": None, "draft": HEAD, "mesh": None, "logprobs": None} | options
+    given |= {"dtype": None, "ignore_eos": False}
     return read_pair(types.SimpleNamespace(**given))
 
 

@@ -57,7 +57,10 @@ def test_chunks_give_the_row_that_the_last_token_would_give(taps):
     before = run_prefill(models, requests, options=static)
     state = begin_prefill(models, requests, options=static.step)
     for done in (0, 2, 4):
-        state, rows = read_prompt_chunk(models, state, jnp.int32(done), options=static)
+        index = np.arange(done, done + 2, dtype=np.int32)
+        positions = np.where(index < requests.lengths[:, None], index, -1)
+        ids = requests.token_ids[:, done : done + 2]
+        state, rows = read_prompt_chunk(models, state, ids, positions, options=static.step)
     first_row = before._replace(draft=before.draft.replace(token_ids=before.draft.token_ids[:, :0]))
     *hidden, cache = apply_model(MODEL, *step_inputs(first_row), before.target_cache, taps)
     expected = score_hidden(MODEL, first_row, None, *hidden)

@@ -1,25 +1,37 @@
-"""Reads a file of prompts: JSON lines, all checked before decoding."""
+"""Reads a file of prompts: JSON lines, all checked before decoding.
+
+A line is one of this command, of OpenAI's batch format, or of a data set whose fields are named.
+"""
 
 import json
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from specjax.cli.arguments import MAX_TEMPERATURE, SAMPLING_OPTIONS
+from specjax.cli.arguments import END_OPTIONS, MAX_TEMPERATURE, SAMPLING_OPTIONS
+from specjax.cli.batch.openai_lines import is_openai_line, translate_line
+from specjax.cli.option_table import suggest
 from specjax.engine.stop_strings import check_stop
 from specjax.file_io import JsonObject, quote, shorten
 
-__all__ = ["PromptLine", "read_lines"]
+__all__ = ["Encode", "FIELDS", "PromptLine", "read_lines"]
 
-_PROMPTS = ("prompt", "prompt_token_ids", "messages")
+_MAX_WORD = 40
+_PROMPTS = ("prompt", "prompt_token_ids", "messages", "turns")
+# Returns the tokens of a text, or of a conversation as a list of messages.
+Encode: TypeAlias = Callable[[str | list[Any]], list[int]]
+_OPTIONS = SAMPLING_OPTIONS | {"min_tokens": END_OPTIONS["min_tokens"]}
 # Type, minimum, maximum.
 _NUMBERS: dict[str, tuple[Any, float, float]] = {
     "max_new_tokens": (int, 1, 2**31 - 1),
     "temperature": (float, 0, MAX_TEMPERATURE),
     "seed": (int, 0, 2**32 - 1),
-    **{name: (x.parse, *x.limits) for name, x in SAMPLING_OPTIONS.items() if x.limits},
+    **{name: (x.parse, *x.limits) for name, x in _OPTIONS.items() if x.limits},
 }
+
+
+FIELDS = (*_PROMPTS, "id", "stop", *_NUMBERS)
 
 
 class PromptLine(NamedTuple):
@@ -31,6 +43,9 @@ class PromptLine(NamedTuple):
       token_ids: the prompt.
       stop: stop strings, or None for those of the options.
       values: the options that the line sets, by name.
+      later_turns: the user's messages after this one, each of which follows an answer.
+      messages: of the conversation so far, if there are several turns.
+      answers: to the turns before: text, token_ids and finish_reason.
     """
 
     number: int
@@ -38,10 +53,26 @@ class PromptLine(NamedTuple):
     token_ids: list[int]
     stop: tuple[str, ...] | None
     values: JsonObject
+    later_turns: tuple[str, ...] = ()
+    messages: tuple[JsonObject, ...] = ()
+    answers: tuple[Mapping[str, object], ...] = ()
+
+    def next_turn(self, answer: Mapping[str, object], encode: Encode) -> "PromptLine":
+        """Returns the line after an answer: its prompt is the conversation up to the next one."""
+        messages = [*self.messages, {"role": "assistant", "content": answer["text"]}]
+        messages.append({"role": "user", "content": self.later_turns[0]})
+        return self._replace(
+            token_ids=encode(messages),
+            later_turns=self.later_turns[1:],
+            messages=tuple(messages),
+            answers=(*self.answers, answer),
+        )
 
 
 def read_lines(
-    data: bytes, encode: Callable[[str | list[Any]], list[int]]
+    data: bytes,
+    encode: Encode,
+    places: Mapping[str, str] | None = None,
 ) -> tuple[list[PromptLine], list[str]]:
     r"""Returns the lines of a file, and a sentence for each that is malformed.
 
@@ -49,6 +80,8 @@ def read_lines(
       data: the file; empty lines are skipped.
       encode: returns the tokens of a text, or of a conversation as a list of messages. It raises
         `ValueError` for other values.
+      places: field -> its place in a line, such as {"prompt": "turns.0"}; the rest of the line is
+        not read. None reads lines of this command and of OpenAI's batch format.
 
     Example:
       >>> lines, problems = read_lines(b'{"prompt": "ab", "top_k": 3}\n\n{"prompt": 7}', list)
@@ -62,7 +95,7 @@ def read_lines(
         if not text.strip():
             continue
         try:
-            lines.append(_read_line(number, text, encode))
+            lines.append(_read_line(number, text, encode, places))
         except ValueError as error:
             problems.append(f"line {number}: {error}")
         except RecursionError:  # By the reader, by a value in a sentence, or by a chat template.
@@ -71,7 +104,10 @@ def read_lines(
 
 
 def _read_line(
-    number: int, text: bytes, encode: Callable[[str | list[Any]], list[int]]
+    number: int,
+    text: bytes,
+    encode: Encode,
+    places: Mapping[str, str] | None,
 ) -> PromptLine:
     try:
         fields = json.loads(text)
@@ -79,18 +115,47 @@ def _read_line(
         raise ValueError("it is no JSON.") from None
     if not isinstance(fields, dict):
         raise ValueError("it is no JSON object.")
-    unknown = set(fields) - {*_PROMPTS, *_NUMBERS, "id", "stop"}
+    if places:
+        fields = {name: _find_value(fields, place) for name, place in places.items()}
+    fields = {name: value for name, value in fields.items() if value is not None}
+    if is_openai_line(fields):
+        fields = translate_line(fields)
+    unknown = set(fields) - set(FIELDS)
     if unknown:
-        raise ValueError(f"{shorten(min(unknown))} is no field that is known.")
+        word = shorten(min(unknown), _MAX_WORD)
+        raise ValueError(
+            f"{word} is no field that is known.{suggest(word, FIELDS)} Known are "
+            f"{', '.join(FIELDS)}; --fields names those of another file."
+        )
     name = fields.get("id")
     if name is not None and (isinstance(name, bool) or not isinstance(name, str | int)):
         raise ValueError(f"id is {quote(name)}; it needs a string or an integer.")
     values = {key: _check_number(key, fields[key]) for key in _NUMBERS if key in fields}
     stop = check_stop(fields["stop"]) if "stop" in fields else None
-    return PromptLine(number, name, _read_prompt(fields, encode), stop, values)
+    line = PromptLine(number, name, [], stop, values)
+    if "turns" in fields and not isinstance(fields["turns"], list):
+        raise ValueError("turns is no list.")
+    if "turns" in fields:
+        first, *later = map(_check_text, fields["turns"] or [None])
+        messages = ({"role": "user", "content": first},)
+        line = line._replace(later_turns=tuple(later), messages=messages)
+        fields = {**fields, "messages": list(messages)}
+        del fields["turns"]
+    return line._replace(token_ids=_read_prompt(fields, encode))
 
 
-def _read_prompt(fields: JsonObject, encode: Callable[[str | list[Any]], list[int]]) -> list[int]:
+def _find_value(fields: object, place: str) -> Any:
+    """Returns the value at a place such as `turns.0`: names, and numbers of a list's members."""
+    value: Any = fields
+    for part in place.split("."):
+        try:
+            value = value[int(part)] if isinstance(value, list) else value[part]
+        except (KeyError, IndexError, ValueError, TypeError):
+            raise ValueError(f"it has no {place}, which --fields names.") from None
+    return value
+
+
+def _read_prompt(fields: JsonObject, encode: Encode) -> list[int]:
     names = [name for name in _PROMPTS if name in fields]
     if len(names) != 1:
         has = " and ".join(names) or "no prompt"
@@ -107,6 +172,12 @@ def _read_prompt(fields: JsonObject, encode: Callable[[str | list[Any]], list[in
     if names[0] == "messages" and not isinstance(value, list):
         raise ValueError("messages is no list.")
     return encode(value)
+
+
+def _check_text(value: Any) -> str:
+    if not (isinstance(value, str) and value):
+        raise ValueError(f"turns has {quote(value)}; it needs texts that are not empty.")
+    return value
 
 
 def _check_number(name: str, value: Any) -> Any:

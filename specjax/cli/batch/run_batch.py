@@ -14,19 +14,22 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from specjax import models
 from specjax.cli.arguments import SAMPLING_OPTIONS
 from specjax.cli.batch.output_file import OutputFile
-from specjax.cli.batch.read_lines import PromptLine, read_lines
+from specjax.cli.batch.read_lines import FIELDS, Encode, PromptLine, read_lines
+from specjax.cli.folders.pair_memory import report_memory
 from specjax.cli.json_report import is_exact_rule, list_logprobs
 from specjax.cli.model_pair import (
     ModelPair,
+    count_grammar,
     describe_configs,
     encode_text,
     load_pair,
     read_grammar,
+    render_chat,
     with_trained_k,
 )
+from specjax.cli.option_table import suggest
 from specjax.config import SpeculativeConfig
 from specjax.decode.drafters import Drafter
 from specjax.decode.logprobs import TopLogprobs
@@ -62,7 +65,9 @@ class BatchJob(NamedTuple):
       options: of the command, for the lines that do not set them.
       output: the file of results.
       hashes: of the requests, by the numbers of their lines.
-      grammar: of every text, or None.
+      grammar: of every text, or the one that counts the tokens of each, or None.
+      encode: returns the tokens of a conversation, for lines with later turns.
+      most_counted: the tokens that the second counts, 0 without it.
       date: that chat templates wrote into prompts, in ISO 8601, or None.
     """
 
@@ -75,6 +80,8 @@ class BatchJob(NamedTuple):
     output: OutputFile
     hashes: dict[int, str]
     grammar: Grammar | None = None
+    encode: Encode = lambda prompt: []
+    most_counted: int = 0
     date: str | None = None
 
 
@@ -123,13 +130,43 @@ def read_batch(
         if is_chat:
             alone = [{"role": "user", "content": prompt}]
             messages = alone if isinstance(prompt, str) else prompt
-            prompt = models.chat_prompt(pair.folder, messages, strftime_now=clock.strftime)
+            prompt = render_chat(options, pair, messages, strftime_now=clock.strftime)
         ids, warning = encode_text(pair.tokenizer, prompt, chat=is_chat)
         warnings.extend([warning] if warning else [])
         return ids
 
+    lines = _read_input(options, encode, terminal)
+    if warnings:
+        terminal.print_warning(f"{options.input}, {len(warnings)} of its lines: {warnings[0]}")
+    grammar = read_grammar(options, pair)
+    if options.json_schema is not None and any("min_tokens" in line.values for line in lines):
+        raise ValueError("a line sets min_tokens, and --json-schema alone says where a text ends.")
+    hashes = {line.number: _hash(options, pair, config, line, grammar) for line in lines}
+    _prepare_output(options, output, hashes, terminal)
+    most_counted = 0
+    if options.json_schema is None:
+        counts = [line.values.get("min_tokens", options.min_tokens or 0) for line in lines]
+        grammar = count_grammar(pair, max(counts, default=0))
+        most_counted = len(grammar.next_states) - 1 if grammar else 0
+    if lines:
+        size = {"num_requests": options.num_slots}
+        size["max_length"] = _capacity(options, pair, lines, encode)
+        report_memory(options, pair, config, terminal, **size)
+    loaded = load_pair(pair)
+    job = BatchJob(pair, *loaded, config, lines, options, output, hashes, grammar, date=clock.date)
+    return job._replace(most_counted=most_counted, encode=encode)
+
+
+def _read_input(options: argparse.Namespace, encode: Encode, terminal: Any) -> list[PromptLine]:
+    """Returns the lines of the input; refuses malformed ones, or names those that are skipped."""
+    unknown = [name for name in options.fields or () if name not in FIELDS]
+    if unknown:
+        hint = suggest(unknown[0], FIELDS)
+        raise ValueError(
+            f"--fields names {unknown[0]}, which is none of {', '.join(FIELDS)}.{hint}"
+        )
     limit = _MAX_BYTES if os.path.isfile(options.input) else _MAX_BYTES_OF_STREAM
-    lines, problems = read_lines(read_file(options.input, limit), encode)
+    lines, problems = read_lines(read_file(options.input, limit), encode, options.fields)
     if problems:
         shown = " ".join(problems[:_SHOWN_PROBLEMS])
         more = len(problems) - _SHOWN_PROBLEMS
@@ -137,10 +174,13 @@ def read_batch(
         if not options.skip_malformed:
             raise ValueError(f"{options.input}: {shown} --skip-malformed leaves such lines out.")
         terminal.print_warning(f"{options.input}: {len(problems)} left out. {shown}")
-    if warnings:
-        terminal.print_warning(f"{options.input}, {len(warnings)} of its lines: {warnings[0]}")
-    grammar = read_grammar(options, pair)
-    hashes = {line.number: _hash(options, pair, config, line, grammar) for line in lines}
+    return lines
+
+
+def _prepare_output(
+    options: argparse.Namespace, output: OutputFile, hashes: dict[int, str], terminal: Any
+) -> None:
+    """Refuses an output of other requests; makes it ready for lines that it does not have."""
     for number, digest in hashes.items():
         if output.done.get(number, digest) != digest:
             raise ValueError(
@@ -148,14 +188,12 @@ def read_batch(
                 "options; name another --output, or remove it."
             )
     # Nothing is written to a file that has every line, which may be read-only.
-    if not lines or hashes.keys() - output.done.keys():
+    if not hashes or hashes.keys() - output.done.keys():
         output.prepare()
         if not output.is_locked:
             terminal.print_warning(
                 f"{options.output} cannot be locked here; start no other run with this --output."
             )
-    loaded = load_pair(pair)
-    return BatchJob(pair, *loaded, config, lines, options, output, hashes, grammar, date=clock.date)
 
 
 def run_batch(job: BatchJob, terminal: Any) -> None:
@@ -173,7 +211,8 @@ def run_batch(job: BatchJob, terminal: Any) -> None:
         return
     with terminal.spinner("compiling"):
         engine = _make_engine(job)
-    with terminal.progress_bar(len(lines)) as advance:
+    num_turns = sum(1 + len(line.later_turns) for line in lines)
+    with terminal.progress_bar(num_turns) as advance:
         _decode(job, engine, deque(lines), advance, terminal)
 
 
@@ -187,10 +226,14 @@ def _hash(
     """Returns a hash of all inputs of a request's tokens, except weights and shapes."""
     names = ("max_new_tokens", "temperature", "seed", "logprobs", *SAMPLING_OPTIONS)
     common = {name: getattr(options, name) for name in names}
+    if options.min_tokens:
+        common["min_tokens"] = options.min_tokens
     line_inputs = [line.number, line.token_ids, _stop(options, line), line.values]
+    line_inputs += [line.later_turns] if line.later_turns else []
     # A rule's functions have no name that outlives a process; the option does.
     inputs = [describe_configs(pair), _changed_fields(config), options.rule, common, line_inputs]
-    if grammar is not None:
+    if options.json_schema is not None:
+        assert grammar is not None
         tables = b"".join(np.asarray(table).tobytes() for table in grammar)
         inputs.append(hashlib.sha256(tables).hexdigest())
     return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:16]
@@ -226,15 +269,12 @@ def _make_engine(job: BatchJob) -> Engine:
     used |= {name for line in job.lines for name in line.values if name in values}
     off = {"top_p": 1.0, "repetition_penalty": 1.0}
     defaults = {x: off.get(x, 0) if values[x] is None else values[x] for x in used}
-    most = job.pair.target_config.max_position_embeddings
-    lengths = [len(line.token_ids) + _value(job, line, "max_new_tokens") for line in job.lines]
-    longest = max((length for length in lengths if length <= most), default=_LENGTH_STEP)
     return Engine(
         job.target,
         job.drafter,
         num_slots=job.options.num_slots,
         options=LoopOptions(
-            max_length=min(most, -(-longest // _LENGTH_STEP) * _LENGTH_STEP),
+            max_length=_capacity(job.options, job.pair, job.lines, job.encode),
             num_logprobs=job.options.logprobs,
         ),
         sampling=SamplingParams(**defaults, grammar=job.grammar),
@@ -244,8 +284,29 @@ def _make_engine(job: BatchJob) -> Engine:
     )
 
 
+def _capacity(
+    options: argparse.Namespace, pair: ModelPair, lines: list[PromptLine], encode: Encode
+) -> int:
+    """Returns the tokens of a slot: the longest text of a line that the target takes."""
+    most: int = pair.target_config.max_position_embeddings
+    lengths = [_longest_text(options, line, encode) for line in lines]
+    longest = max((length for length in lengths if length <= most), default=_LENGTH_STEP)
+    return min(most, -(-longest // _LENGTH_STEP) * _LENGTH_STEP)
+
+
+def _longest_text(options: argparse.Namespace, line: PromptLine, encode: Encode) -> int:
+    """Returns the most tokens of a line's prompt and text, or of its whole conversation."""
+    num_turns = 1 + len(line.later_turns)
+    num_new = line.values.get("max_new_tokens", options.max_new_tokens)
+    while line.later_turns:
+        line = line.next_turn({"text": ""}, encode)
+    return len(line.token_ids) + num_turns * int(num_new)
+
+
 def _submit(job: BatchJob, engine: Engine, line: PromptLine) -> Request:
     sampling = {name: line.values[name] for name in SAMPLING_OPTIONS if name in line.values}
+    if job.most_counted:
+        sampling["grammar_state"] = job.most_counted - (_value(job, line, "min_tokens") or 0)
     # JAX_DEFAULT_PRNG_IMPL may name another implementation, which noise is not defined for.
     key = jax.random.key(_value(job, line, "seed"), impl="threefry2x32")
     if "seed" not in line.values:
@@ -280,8 +341,12 @@ def _decode(
             running[line.number] = line, _submit(job, engine, line)
         engine.step()
         for line, request in [pair for pair in running.values() if pair[1].finish_reason]:
-            job.output.append(_output_of(job, line, request))
-            del running[line.number]
+            if line.later_turns and request.finish_reason != FinishReason.REFUSED:
+                line = line.next_turn(_describe_turn(request), job.encode)
+                running[line.number] = line, _submit(job, engine, line)
+            else:
+                job.output.append(_output_of(job, line, request))
+                del running[line.number]
             num_requests += 1
             num_tokens += len(request.token_ids)
             if request.metrics is not None:
@@ -309,6 +374,12 @@ def _error_of(job: BatchJob, line: PromptLine, request: Request) -> str | None:
     )
 
 
+def _describe_turn(request: Request) -> dict[str, Any]:
+    """Returns an answer of a conversation."""
+    names = ("text", "token_ids", "finish_reason")
+    return {name: getattr(request, name) for name in names}
+
+
 def _output_of(job: BatchJob, line: PromptLine, request: Request) -> dict[str, Any]:
     """Returns a line of the output."""
     listed = None
@@ -319,6 +390,7 @@ def _output_of(job: BatchJob, line: PromptLine, request: Request) -> dict[str, A
         tokenizer = job.pair.tokenizer
         listed = [] if top is None else list_logprobs(tokenizer, request.token_ids, top)
     metrics = {} if request.metrics is None else request.metrics._asdict()
+    turns = [*line.answers, _describe_turn(request)] if line.messages else []
     return {
         "line": line.number,
         "id": line.id,
@@ -331,5 +403,6 @@ def _output_of(job: BatchJob, line: PromptLine, request: Request) -> dict[str, A
         "metrics": {name: count.tolist() for name, count in metrics.items()},
         "exact": is_exact_rule(job.drafter, job.config, _value(job, line, "temperature")),
         "date": job.date,
+        **({"turns": turns} if turns else {}),
         "request_hash": job.hashes[line.number],
     }

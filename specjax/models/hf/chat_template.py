@@ -105,6 +105,7 @@ def chat_prompt(
     messages: Sequence[Mapping[str, Any]],
     *,
     strftime_now: Callable[[str], str] = _format_now,
+    variables: Mapping[str, object] | None = None,
 ) -> str:
     """Returns the prompt of a conversation, up to where the answer begins.
 
@@ -119,6 +120,7 @@ def chat_prompt(
         absent, as in transformers: clients of OpenAI write `"tool_calls": null`. Fields inside
         another field stay.
       strftime_now: formats a date for templates that write one; by default the local time's.
+      variables: of the template besides, such as {"enable_thinking": False}; None is no others.
 
     Returns:
       The prompt.
@@ -136,6 +138,9 @@ def chat_prompt(
     """
     path = find_folder(folder)
     _check_messages(messages)
+    reserved = {"messages", "add_generation_prompt"} & set(variables or ())
+    if reserved:
+        raise ValueError(f"variables has {min(reserved)!r}, which the conversation itself sets.")
     config = path / _TOKENIZER_CONFIG
     settings = read_json_object(config, "a tokenizer's settings") if config.is_file() else {}
     text, source = _read_template(path, settings)
@@ -144,17 +149,18 @@ def chat_prompt(
         token = value.get("content") if isinstance(value, dict) else value
         if name.endswith("_token") and isinstance(token, str):
             special_tokens[name] = token
-    variables = {
+    context = {
+        "tools": None,
+        "documents": None,
+        **(variables or {}),
         "messages": [
             {name: value for name, value in message.items() if value is not None}
             for message in messages
         ],
-        "tools": None,
-        "documents": None,
     }
     try:
         functions = {"strftime_now": strftime_now, "add_generation_prompt": True}
-        return _compile(text).render(**functions | special_tokens | variables)
+        return _compile(text).render(**functions | special_tokens | context)
     except Exception as error:  # A template is a program and may raise anything.
         reason = " ".join(str(error).split()) or type(error).__name__
         raise ValueError(f"{source} cannot render this conversation ({shorten(reason)}).") from None

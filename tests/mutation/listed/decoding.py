@@ -5,6 +5,7 @@ from .tests import (
     acceptance_rates,
     adaptive_k,
     capacity,
+    conversations,
     decode,
     drafts,
     engines,
@@ -31,6 +32,7 @@ _RULES = "specjax.processing.logit_rules."
 _RATES = "specjax.theory.acceptance_rates."
 _RECOUNT = "test_the_counts_are_those_of_a_recount"
 _COMMITTED = "test_metrics_count_what_was_committed_up_to_the_end_of_a_sequence[False]"
+_ANSWERED = "test_an_answer_is_that_of_the_whole_conversation_and_reads_only_what_is_new"
 _LOOKUP = "test_prompt_lookup_is_that_of_its_definition"
 _LONGEST = (
     "test_prompt_lookup_takes_the_longest_suffix_and_its_occurrence_with_most_tokens_after_it"
@@ -206,9 +208,9 @@ MUTATIONS = (
         "after a step the features stand in another order than the taps",
     ),
     Mutation(
-        _READ,
-        "state.lengths[:, None] - 1 if reads_last",
-        "state.lengths[:, None] if reads_last",
+        "specjax.decode.prefill.read_prompt_chunk",
+        "state.lengths[:, None] - 1)",
+        "state.lengths[:, None])",
         streamed(f"{_LAST_ROWS}[taps1]"),
         "a drafter whose prompt is read to its end is given the last token twice",
     ),
@@ -228,8 +230,8 @@ MUTATIONS = (
     ),
     Mutation(
         "specjax.decode.prefill.read_prompt_chunk",
-        "state.lengths - 1 - done",
-        "state.lengths - 2 - done",
+        "state.lengths - 1 - positions[:, 0]",
+        "state.lengths - 2 - positions[:, 0]",
         streamed(f"{_LAST_ROWS}[taps1]"),
         "the row of a prompt's last token is that of the token before",
     ),
@@ -407,6 +409,13 @@ MUTATIONS = (
         "num_accepted <= num_drafted",
         adaptive_k("test_rejections_end_drafting_and_plain_steps_bring_it_back"),
         "K counts a token as tested that was not drafted",
+    ),
+    Mutation(
+        "specjax.decode.adaptive_k.FixedK.num_read",
+        "lengths - 3",
+        "lengths - 1",
+        conversations(f"{_ANSWERED}[model]"),
+        "a draft model misses tokens at the end of the answer before",
     ),
     Mutation(
         "specjax.decode.commit.append",

@@ -443,14 +443,14 @@ MUTATIONS = (
         "special tokens at the end of a prompt take the place of its text",
     ),
     Mutation(
-        "specjax.cli.generate.stream_text",
-        "if text.stopped or finish[0]:",
-        "if finish[0]:",
+        "specjax.cli.generate.stream_steps",
+        "if text.stopped or finish[0] or is_interrupted():",
+        "if finish[0] or is_interrupted():",
         commands(_COMMAND),
         "the command decodes on after a stop string",
     ),
     Mutation(
-        "specjax.cli.generate.stream_text",
+        "specjax.cli.generate.stream_steps",
         "result = _result_of(job, state, num_shown, text)",
         "result = _result_of(job, state, int(lengths[0]), text)",
         commands(_COMMAND),

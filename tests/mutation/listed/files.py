@@ -65,7 +65,7 @@ MUTATIONS = (
         "the date of a run is lost",
     ),
     Mutation(
-        f"{_RUN}read_batch",
+        f"{_RUN}_read_input",
         "_MAX_BYTES if os.path.isfile(options.input) else _MAX_BYTES_OF_STREAM",
         "_MAX_BYTES",
         batches("test_an_input_that_has_no_end_is_refused_after_as_much_as_a_stream_may_hold"),
