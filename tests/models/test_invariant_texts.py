@@ -26,6 +26,12 @@ TEMPERATURE = np.resize(np.float32([0, 0.7, 1]), B)
 COUPLED = SpeculativeConfig(rejection_sample_method="coupled", num_speculative_tokens=3)
 
 
+@pytest.fixture(params=["cpu", pytest.param("gpu", marks=pytest.mark.gpu)], autouse=True)
+def device(request):
+    """The machine's own; a run on GPUs selects what is marked."""
+    return request.param
+
+
 @functools.cache
 def model(row_invariant=True):
     made = build(CONFIG, seed=0, row_invariant=row_invariant)
@@ -44,7 +50,7 @@ def prompts():
 
 def texts(order, drafter=None, row_invariant=True, together=True, config=None, **options):
     """Tokens and log-probabilities of the prompts, decoded in an order."""
-    options = LoopOptions(max_length=LENGTH, num_logprobs=None, **options)
+    options = LoopOptions(max_length=LENGTH, **options)
     groups = [list(order)] if together else [[each] for each in order]
     result = {}
     for group in groups:
