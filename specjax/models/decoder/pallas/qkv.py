@@ -56,7 +56,7 @@ def prepare_qkv_kernel(
     *,
     norm: NormSpec,
     head_norm: NormSpec | None,
-    token_tile: int | None,
+    token_tile: int | None = None,
 ) -> None:
     """Sums, scales and rotates heads of some tokens, and writes keys and values to the cache.
 
