@@ -10,6 +10,7 @@ import socket
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import uvicorn
 
 from specjax import models
@@ -39,6 +40,9 @@ def read_service(
     options: argparse.Namespace, config: SpeculativeConfig, pair: ModelPair, terminal: Any
 ) -> Callable[[], None]:
     """Returns a function that serves a pair; the address is taken before the weights are read."""
+    if options.use_fp64_gumbel:
+        # For the engine's thread, too, which the command's own context does not reach.
+        jax.config.update("jax_enable_x64", True)
     bound = bind(options.host, options.port)
     service = make_service(options, config, pair)
     return lambda: serve(service, bound, terminal)
