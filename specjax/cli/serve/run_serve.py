@@ -7,7 +7,7 @@ import os
 import pathlib
 import signal
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -20,6 +20,7 @@ from specjax.contrib.grammars.llguidance_matcher import llguidance_reader
 from specjax.contrib.serve.app import make_app
 from specjax.contrib.serve.codec import Codec, GilFreeTokenizer, tokenizer_info
 from specjax.contrib.serve.limits import Limits
+from specjax.contrib.serve.parameters import Message
 from specjax.contrib.serve.service import Service
 from specjax.decode.options import LoopOptions
 from specjax.engine.async_engine import AsyncEngine
@@ -63,7 +64,7 @@ def make_service(
     codec = Codec(
         tokenizer,
         lambda text, is_rendered: encode_text(tokenizer, text, chat=is_rendered)[0],
-        functools.partial(models.chat_prompt, pair.folder),
+        functools.partial(_render, pair.folder),
         eos_token_ids,
         tokenizer_info(pair.folder, pair.tokenizer, eos_token_ids),
     )
@@ -96,6 +97,14 @@ def make_service(
         )
         service.matcher_of = lambda schema: matcher_of(_COMPACT | schema)
     return service
+
+
+def _render(folder: str | os.PathLike[str], messages: Sequence[Message]) -> str:
+    """Returns the prompt of a conversation; an error names no path of this machine."""
+    try:
+        return models.chat_prompt(folder, messages)
+    except ValueError as error:
+        raise ValueError(str(error).replace(str(pathlib.Path(folder)), "the model")) from None
 
 
 def _name_of(options: argparse.Namespace) -> str:
