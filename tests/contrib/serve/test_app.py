@@ -200,7 +200,7 @@ def test_refusals_are_errors_of_the_client_with_the_name_of_the_field(served):
     with pytest.raises(openai.BadRequestError, match="at most 128") as error:
         complete(served, prompt=[1] * 120, max_tokens=20)
     assert error.value.code == "context_length_exceeded"
-    with pytest.raises(openai.BadRequestError, match="the model/chat_template.jinja cannot"):
+    with pytest.raises(openai.BadRequestError, match=r"the model/chat_template\.jinja cannot"):
         chat(served, "raise")
     assert [model.id for model in served.client.models.list()] == ["tiny"]
     assert served.client.models.retrieve("tiny").owned_by == "specjax"
