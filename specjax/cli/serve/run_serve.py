@@ -7,9 +7,10 @@ import os
 import pathlib
 import signal
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import uvicorn
 
 from specjax import models
@@ -19,6 +20,7 @@ from specjax.contrib.grammars.llguidance_matcher import llguidance_reader
 from specjax.contrib.serve.app import make_app
 from specjax.contrib.serve.codec import Codec, GilFreeTokenizer, tokenizer_info
 from specjax.contrib.serve.limits import Limits
+from specjax.contrib.serve.parameters import Message
 from specjax.contrib.serve.service import Service
 from specjax.decode.options import LoopOptions
 from specjax.engine.async_engine import AsyncEngine
@@ -39,6 +41,9 @@ def read_service(
     options: argparse.Namespace, config: SpeculativeConfig, pair: ModelPair, terminal: Any
 ) -> Callable[[], None]:
     """Returns a function that serves a pair; the address is taken before the weights are read."""
+    if options.use_fp64_gumbel:
+        # For the engine's thread, too, which the command's own context does not reach.
+        jax.config.update("jax_enable_x64", True)
     bound = bind(options.host, options.port)
     service = make_service(options, config, pair)
     return lambda: serve(service, bound, terminal)
@@ -59,7 +64,7 @@ def make_service(
     codec = Codec(
         tokenizer,
         lambda text, is_rendered: encode_text(tokenizer, text, chat=is_rendered)[0],
-        functools.partial(models.chat_prompt, pair.folder),
+        functools.partial(_render, pair.folder),
         eos_token_ids,
         tokenizer_info(pair.folder, pair.tokenizer, eos_token_ids),
     )
@@ -92,6 +97,14 @@ def make_service(
         )
         service.matcher_of = lambda schema: matcher_of(_COMPACT | schema)
     return service
+
+
+def _render(folder: str | os.PathLike[str], messages: Sequence[Message]) -> str:
+    """Returns the prompt of a conversation; an error names no path of this machine."""
+    try:
+        return models.chat_prompt(folder, messages)
+    except ValueError as error:
+        raise ValueError(str(error).replace(str(pathlib.Path(folder)), "the model")) from None
 
 
 def _name_of(options: argparse.Namespace) -> str:

@@ -8,7 +8,7 @@ import threading
 import types
 
 import pytest
-from checkpoints import DRAFT, write_checkpoint
+from checkpoints import DRAFT, TEMPLATE, write_checkpoint
 
 _MISSING = [
     name
@@ -22,7 +22,10 @@ EOS = 0
 def folder(tmp_path_factory):
     """The folder of a model with a chat template."""
     config = dataclasses.replace(DRAFT, eos_token_ids=(EOS,))
-    return write_checkpoint(tmp_path_factory.mktemp("serve") / "tiny", config)
+    path = write_checkpoint(tmp_path_factory.mktemp("serve") / "tiny", config)
+    refusal = "{% if messages[0].content == 'raise' %}{{ raise_exception('no') }}{% endif %}"
+    (path / "chat_template.jinja").write_text(refusal + TEMPLATE)
+    return path
 
 
 def start(service, **options):

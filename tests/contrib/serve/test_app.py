@@ -132,6 +132,16 @@ def test_echo_lists_the_prompt_as_a_forward_scores_it(served, folder):
         assert form.text_offset[0] == 0
 
 
+def test_a_stream_echoes_what_a_whole_answer_does(served):
+    arguments = {"prompt": PROMPT, "echo": True, "logprobs": 2, "max_tokens": 9, "seed": 1}
+    whole = complete(served, **arguments).choices[0]
+    parts = [chunk.choices[0] for chunk in complete(served, stream=True, **arguments)]
+    assert "".join(part.text for part in parts) == whole.text
+    for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
+        values = [x for part in parts if part.logprobs for x in getattr(part.logprobs, name)]
+        assert values == getattr(whole.logprobs, name)
+
+
 def test_a_token_that_ends_the_text_is_listed_and_not_written(served, monkeypatch):
     ids = encode(served, PROMPT)
     first = complete(served, prompt=ids, max_tokens=1, temperature=0, logprobs=1).choices[0]
@@ -190,6 +200,8 @@ def test_refusals_are_errors_of_the_client_with_the_name_of_the_field(served):
     with pytest.raises(openai.BadRequestError, match="at most 128") as error:
         complete(served, prompt=[1] * 120, max_tokens=20)
     assert error.value.code == "context_length_exceeded"
+    with pytest.raises(openai.BadRequestError, match=r"the model/chat_template\.jinja cannot"):
+        chat(served, "raise")
     assert [model.id for model in served.client.models.list()] == ["tiny"]
     assert served.client.models.retrieve("tiny").owned_by == "specjax"
 
