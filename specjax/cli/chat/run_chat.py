@@ -66,7 +66,9 @@ def read_chat(
             programs = begin_programs(job._replace(target=target, drafter=drafter))
             job = job._replace(programs=programs)
         target, drafter = weights.result()
-        return job._replace(target=target, drafter=drafter)
+    job = job._replace(target=target, drafter=drafter)
+    # Compiled while the first message is written.
+    return job if job.programs is not None else job._replace(programs=begin_programs(job))
 
 
 def run_chat(job: GenerateJob, terminal: Any) -> None:
