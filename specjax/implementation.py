@@ -23,6 +23,7 @@ __all__ = [
     "is_for_cpu_alone",
     "resolve_implementation",
     "visible_devices",
+    "with_row_invariance",
 ]
 
 # `.ci/run` compares it with the JAX that its second Python installs.

@@ -228,10 +228,11 @@ class Engine:
         eos_token_ids: Any = (),
         sampling: SamplingParams | None = None,
         stop: str | Iterable[str] | None = (),
-        matcher: None = None,
         prompt_logprobs: bool = False,
     ) -> list[Request]:
         """Puts several requests of one prompt at the end of the queue; the prompt is read once.
+
+        They take no `Matcher`, which reads one text: submit each such sample by itself.
 
         Args:
           num_samples: a Python int >= 1.
@@ -243,7 +244,6 @@ class Engine:
           eos_token_ids: as in `submit`.
           sampling: as in `submit`.
           stop: as in `submit`.
-          matcher: None, because a matcher reads one text.
           prompt_logprobs: as in `submit`; computed once for all samples.
 
         Returns:
@@ -263,8 +263,6 @@ class Engine:
           >>> [len(sample.token_ids) for sample in samples]
           [5, 5, 5, 5]
         """
-        if matcher is not None:
-            raise ValueError("matcher is given, and reads one text; submit each sample by itself.")
         num_samples = check_count("num_samples", num_samples, 1, "the requests of one prompt")
         submission = Submission(
             prompt, key, max_new_tokens, temperature, eos_token_ids, sampling, stop, seed=seed

@@ -114,7 +114,7 @@ def load(
     config = load_config(folder)
     config = dataclasses.replace(config, dtype=resolve_dtype(dtype, config.dtype))
     placement = None if mesh is None else parse_mesh(mesh, replicate)
-    if placement is not None and row_invariant:
+    if row_invariant and mesh is not None:
         raise ValueError("row_invariant is True with a mesh; it needs a model on one device.")
     if placement is not None and placement.model is not None:
         shard_config(config, placement.num_shares)

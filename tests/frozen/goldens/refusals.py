@@ -427,7 +427,6 @@ SERVED = {
     "a grammar of a request": lambda: submit(sampling=PARAMS(grammar=GRAMMAR)),
     "a matcher": lambda: submit(matcher=inputs.matcher_of),
     "no samples": lambda: samples(0),
-    "samples with a matcher": lambda: samples(2, matcher=inputs.matcher_of()),
     "an option that is not": lambda: submit(top_k=2),
     "a closed engine": closed,
 }
