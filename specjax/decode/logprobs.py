@@ -17,6 +17,7 @@ from specjax.core.gumbel_max import token_logprobs
 from specjax.core.logsumexp import LogNormalizer, mask_below_cutoff, row_statistics_once
 from specjax.core.subnormal import largest_equal
 from specjax.core.temperature import parse_temperature
+from specjax.devices.map_groups import map_groups
 from specjax.devices.map_parts import map_parts
 from specjax.devices.rows import logit_rows
 from specjax.devices.vocabulary_split import VocabularySplit, parse_split
@@ -139,7 +140,7 @@ def top_logprobs(
     return list_top_logprobs(logits, token_ids, temperature, cutoff, n=n, split=split)
 
 
-@functools.partial(jax.jit, static_argnames=("n", "split"))
+@functools.partial(jax.jit, static_argnames=("n", "split", "row_invariant"))
 def list_top_logprobs(
     logits: jax.Array,
     token_ids: Any,
@@ -148,13 +149,23 @@ def list_top_logprobs(
     *,
     n: int,
     split: VocabularySplit | None = None,
+    row_invariant: bool = False,
 ) -> TopLogprobs:
-    """Implements `top_logprobs` for checked arrays."""
+    """Implements `top_logprobs` for checked arrays.
+
+    With `row_invariant`, of logits [B, T, V] of one device, a row's bits depend on no other row.
+    """
     leading = logits.shape[:-1]
     trailing_ones = (1,) * (len(leading) - temperature.ndim)
     temperature = jnp.asarray(temperature).reshape(*temperature.shape, *trailing_ones)
     batch = (logits, token_ids, jnp.broadcast_to(temperature, leading), cutoff)
     run = functools.partial(_top_logprobs, n=n, split=split)
+    if row_invariant:
+        # The cutoff is the last of them, and may be None.
+        arrays = [array for array in batch if array is not None]
+        # XLA inlines a loop over one group, and would fuse its operations with others.
+        whole = jax.lax.optimization_barrier
+        return map_groups(lambda *rows: whole(run(*whole(rows), *batch[len(rows) :])), *arrays)
     return map_parts(lambda batch: run(*batch), logits, split, [logits])(batch)
 
 

@@ -79,7 +79,7 @@ def check_arguments(
     """
     config = SpeculativeConfig() if config is None else config
     _check_types(target, drafter, config, options)
-    token_info = check_token_info(options, config)
+    token_info = check_token_info(options, config, target.row_invariant)
     sampling = arguments.sampling
     if isinstance(sampling, SamplingParams) and all(field is None for field in sampling):
         sampling = None

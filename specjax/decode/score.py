@@ -264,7 +264,8 @@ def list_next_logprobs(
     hidden = jax.lax.optimization_barrier(hidden)
     logits = model.logits(model.params, hidden)
     check_model_logits("target.logits", logits, hidden)
-    return list_top_logprobs(logits, next_ids, jnp.float32(1), None, n=num_listed)
+    rows = (logits, next_ids, jnp.float32(1), None)
+    return list_top_logprobs(*rows, n=num_listed, row_invariant=model.row_invariant)
 
 
 def _scores_of(

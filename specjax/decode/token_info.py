@@ -79,11 +79,13 @@ class TokenInfoConfig:
       max_kept: most ids of its kept set; None if kept sets are not listed.
       by_step: whether a host reads the values of each step, so that the state stores none. Kept
         sets then have masks.
+      row_invariant: as in `Model`; log-probabilities are then listed so, too.
     """
 
     logprobs: LogprobsConfig | None
     max_kept: int | None = None
     by_step: bool = False
+    row_invariant: bool = False
 
     @property
     def reads_raw(self) -> bool:
@@ -109,7 +111,9 @@ class TokenInfoConfig:
             )
 
 
-def check_token_info(options: LoopOptions, config: SpeculativeConfig) -> TokenInfoConfig | None:
+def check_token_info(
+    options: LoopOptions, config: SpeculativeConfig, row_invariant: bool = False
+) -> TokenInfoConfig | None:
     """Returns what options list of each emitted token, None if nothing; or refuses them."""
     logprobs = check_logprobs_config(options.num_logprobs, options.logprobs_mode)
     max_kept = options.max_kept_tokens
@@ -117,7 +121,7 @@ def check_token_info(options: LoopOptions, config: SpeculativeConfig) -> TokenIn
         max_kept = check_max_kept("max_kept_tokens", max_kept)
     if (logprobs, max_kept) == (None, None):
         return None
-    listed = TokenInfoConfig(logprobs, max_kept)
+    listed = TokenInfoConfig(logprobs, max_kept, row_invariant=row_invariant)
     listed.check_rule(config)
     return listed
 
@@ -154,12 +158,12 @@ def list_rows(
       temperature: f32[B].
     """
     top = kept = None
-    if config.logprobs is not None and raw_logits is not None:
-        one = jnp.float32(1)
-        top = list_top_logprobs(raw_logits, token_ids, one, None, n=config.logprobs.num)
-    elif config.logprobs is not None:
+    if config.logprobs is not None:
         # A token below the cutoff is not sampled: its probability is 0.
-        top = list_top_logprobs(logits, token_ids, temperature, cutoff, n=config.logprobs.num)
+        rows = (logits, token_ids, temperature, cutoff)
+        if raw_logits is not None:
+            rows = (raw_logits, token_ids, jnp.float32(1), None)
+        top = list_top_logprobs(*rows, n=config.logprobs.num, row_invariant=config.row_invariant)
     if config.max_kept is not None:
         sizes = {"max_kept": config.max_kept, "with_mask": config.by_step}
         kept = list_kept(logits, temperature, cutoff, **sizes)

@@ -13,19 +13,19 @@ Axes: `B` requests, `T` new tokens, `N` groups, `E` hidden, `G` key-value heads,
 `D` head dimension.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from specjax.devices.map_groups import map_groups
 from specjax.models.decoder.attention import split_heads, write_entries
 from specjax.models.decoder.layers import Layer, linear, residual_add, table_logits
 from specjax.models.decoder.shared_math import AttentionSpec, is_visible
 
 __all__ = ["decode_by_groups", "logits_by_groups"]
 
-_GROUP, _SEGMENT = 8, 256
+_SEGMENT = 256
 
 
 def decode_by_groups(
@@ -50,13 +50,13 @@ def decode_by_groups(
         x, entry = _layer_by_groups(model, layer, x, positions, entry)
         written.append(entry)
         states.append(x)
-    hidden = _by_groups(lambda rows: model.norm(rows).astype(rows.dtype), x)
+    hidden = map_groups(lambda rows: model.norm(rows).astype(rows.dtype), x)
     return hidden, tuple(states[tap] for tap in taps), tuple(written)
 
 
 def logits_by_groups(hidden: jax.Array, table: jax.Array) -> jax.Array:
     """Returns logits [B, T, V] of hidden states [B, T, E] by an output layer's table [V, E]."""
-    return _by_groups(lambda rows: table_logits(table, rows), hidden)
+    return map_groups(lambda rows: table_logits(table, rows), hidden)
 
 
 def _layer_by_groups(
@@ -77,28 +77,10 @@ def _layer_by_groups(
             rows, layer.mlp(layer.mlp_norm(rows)).astype(rows.dtype), layer.mlp_out_norm
         )
 
-    queries, keys, values = _by_groups(prepare, x, positions)
+    queries, keys, values = map_groups(prepare, x, positions)
     cache = (*write_entries(cache, positions, (keys, values)), *cache[2:])
     y = _attend(queries, positions, cache, attention.spec)
-    return _by_groups(advance, x, y), cache[:2]
-
-
-def _by_groups(function: Callable[..., Any], *arrays: jax.Array) -> Any:
-    """Returns a function of rows [1, 8, ...], mapped over groups of the rows of [B, T, ...]."""
-    batch, tokens = arrays[0].shape[:2]
-    padding = -batch * tokens % _GROUP
-
-    def group(x: jax.Array) -> jax.Array:
-        rows = x.reshape(batch * tokens, *x.shape[2:])
-        rows = jnp.pad(rows, ((0, padding), *((0, 0),) * (rows.ndim - 1)))
-        return rows.reshape(-1, 1, _GROUP, *rows.shape[1:])
-
-    def ungroup(y: jax.Array) -> jax.Array:
-        rows = y.reshape(-1, *y.shape[3:])[: batch * tokens]
-        return rows.reshape(batch, tokens, *rows.shape[1:])
-
-    results = jax.lax.map(lambda groups: function(*groups), [group(x) for x in arrays])
-    return jax.tree.map(ungroup, results)
+    return map_groups(advance, x, y), cache[:2]
 
 
 def _attend(queries: jax.Array, positions: jax.Array, cache: Any, spec: AttentionSpec) -> jax.Array:
