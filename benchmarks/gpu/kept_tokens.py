@@ -1,6 +1,6 @@
 """Times the kept sets of a step on an NVIDIA GPU, next to its cutoffs and its verification.
 
-python -m benchmarks.gpu.kept_tokens --out benchmarks/results/kept_tokens.json
+python -m benchmarks.gpu.kept_tokens --out benchmarks/results/h100_kept_tokens.json
 
 A step of 64 requests of an 8B model takes about 15 ms; the bound of kept sets is 5 % of that. The
 host's part is not measured here: the ids of a step are copied while the next step runs.
