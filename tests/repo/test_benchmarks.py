@@ -47,7 +47,6 @@ def measured(ours="2026-01-01T10:00:00+00:00", theirs="2026-01-01T10:30:00+00:00
             ["drawn_0.7", "greedy", "block_0.7", "coupled_0.7", "gumbel_scalars"],
         ),
         (["gpu.cutoff"], ["top-k 50, top-p 0.9", "gumbel_sample"]),
-        (["gpu.coupled_texts"], ["K=2 float32"]),
         (["gpu.split", "--cases", "gumbel_fp32"], ["gumbel_fp32 B=2"]),
         (["gpu.filtered"], ["nothing asked", "all three"]),
         (["gpu.kept_tokens"], ['{"device":']),
