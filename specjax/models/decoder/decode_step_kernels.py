@@ -7,6 +7,7 @@ Axes: `B` requests, `T` new tokens, `E` hidden, `D` head dimension.
 
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -64,6 +65,20 @@ def _is_in_kernels(layer: Layer, x: Any, choice: KernelChoice) -> bool:
     return None not in tilings and attention.out_bias is None and can_defer_norm(x)
 
 
+def _check_row_invariance(layers: Sequence[Layer], x: Any, choice: KernelChoice) -> None:
+    """Refuses layers of which XLA computes a sum: its order follows from the number of rows."""
+    for layer in layers:
+        attention = layer.attention
+        norms_by_xla = attention.qkv_bias is not None and attention.query_norm is not None
+        if not _is_in_kernels(layer, x, choice) or layer.mlp_out_norm is not None or norms_by_xla:
+            raise ValueError(
+                "row_invariant is True, and XLA computes a sum of this model: in float16, of a "
+                "product without a tiling, of a norm after attention or the MLP, of an output "
+                "projection with a bias, or of a norm of queries with a bias. It needs a model "
+                "without these."
+            )
+
+
 def decode_step(
     implementation: Implementation,
     model: Any,
@@ -86,12 +101,9 @@ def decode_step(
     choice, tokens = kernel_choice(implementation), token_ids.shape[1]
     rows = jax.ShapeDtypeStruct((*token_ids.shape, 1), model.embedding[...].dtype)
     padding = 0
+    if choice.config.row_invariant:
+        _check_row_invariance(model.layers, rows, choice)
     if not all(_is_in_kernels(layer, rows, choice) for layer in model.layers):
-        if choice.config.row_invariant:
-            raise ValueError(
-                "The kernels have no tiling for a product of this model, or its output projection "
-                "has a bias, or it is in float16; row_invariant needs a model without these."
-            )
         padding = _num_padding_tokens(*token_ids.shape)
     x = model.embed(jnp.pad(token_ids, ((0, 0), (0, padding))))
     cos_sin, written = model.cos_sin(positions), []

@@ -96,6 +96,25 @@ def test_bits_of_a_product_depend_on_no_number_of_rows(width):
         assert np.array_equal(found, wanted[:, :size]), size
 
 
+@pytest.mark.interpret
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"sandwich_norms": True}, "XLA computes a sum of this model"),
+        ({"qkv_bias": True, "qk_norm": True}, "XLA computes a sum of this model"),
+        ({"out_bias": True}, "XLA computes a sum of this model"),
+        ({"dtype": "float16"}, "XLA computes a sum of this model"),
+        ({"num_attention_heads": 256, "num_key_value_heads": 1}, "at most 128 queries"),
+    ],
+)
+def test_a_model_of_which_xla_computes_a_sum_is_refused_by_the_kernels(change, sentence):
+    config = dataclasses.replace(LLAMA, **change)
+    model = build(config, implementation="interpret", row_invariant=True)
+    ids = np.zeros((1, 2), np.int32)
+    with pytest.raises(ValueError, match=sentence):
+        jax.eval_shape(model.apply, model.params, ids, ids, model.init_cache(1, 64))
+
+
 def test_a_model_on_a_mesh_is_refused():
     from specjax.models import load, pretrained_folder
 
