@@ -4,8 +4,8 @@
                                              or once a command comes
     submit               -> WaitingQueue.put
                          -> commands.put       obey     follow a new request, abort a closed one
-    RequestStream.close  -> commands.put       step     of the `Engine`
-    RequestStream        <- wake_readers       publish  end what is too late, wake readers, count
+    RequestStream.close  -> commands.put       step     the `Engine`
+    RequestStream        <- wake_readers       publish  end late requests, wake readers, count
     close                -> commands.put     at its end: close the `Engine`; all requests end
 
 The `Engine` checks a request, and its queue takes it, in the thread that submits. So an error is
@@ -32,7 +32,7 @@ __all__ = ["AsyncEngine"]
 
 
 class _Stop(NamedTuple):
-    """A command: end once nothing is left to do, or at a deadline of `time.monotonic`."""
+    """A command to end once there is no work, or at a deadline of `time.monotonic`."""
 
     deadline: float
 
@@ -41,11 +41,11 @@ class _StepThread(threading.Thread):
     """Steps an engine while it has requests, and wakes their readers.
 
     Args:
-      engine: only the thread steps it from now on.
+      engine: an `Engine`, which only the thread steps from now on.
 
     Attributes:
       commands: cursors of requests, new ones and closed ones, and `_Stop`.
-      totals: of the requests that have ended.
+      totals: `Totals` of the requests that have ended.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -94,7 +94,7 @@ class _StepThread(threading.Thread):
             self._followed.add(command)
 
     def _publish(self) -> None:
-        """Ends requests that are too late, wakes readers, and counts requests that have ended."""
+        """Ends requests whose timeout is over, wakes readers, and counts ended requests."""
         now = time.monotonic()
         for cursor in self._followed:
             if now >= cursor.deadline:
@@ -110,19 +110,22 @@ class _StepThread(threading.Thread):
 
 
 class AsyncEngine:
-    """Serves an `Engine` by a thread that steps it while there is work, to any number of readers.
+    """Steps an `Engine` in a thread while there is work, for any number of readers.
 
     `submit` returns a `RequestStream` at once: `async for chunk in stream` in a task of any event
     loop, or `for chunk in stream` in a thread. A request goes on whether or not it is read. Its
-    tokens are those of the `Engine`, whatever runs next to it. vLLM's class of this kind is
+    tokens are those of the `Engine`, and do not depend on other requests. vLLM's counterpart is
     `AsyncLLM`.
 
     A step that raises breaks the engine. All requests end as "engine_error", with a sentence that
     names the first cause. Later calls of `submit` raise `RuntimeError` with that sentence.
 
+    `with` and `async with` drain the engine at their end. If an error leaves the block, they abort
+    its requests.
+
     Args:
-      engine: an `Engine`. Only the thread steps it from now on: not `step`, `run`, or an iteration
-        over a `Request`. Contexts such as `with jax.enable_x64()` do not reach the thread;
+      engine: an `Engine`. From now on call neither `step` nor `run`, and iterate over no `Request`:
+        only the thread steps it. Contexts such as `with jax.enable_x64()` do not reach the thread;
         `jax.config.update` does.
 
     Attributes:
@@ -163,11 +166,10 @@ class AsyncEngine:
 
         Args:
           prompt: as in `Engine.submit`.
-          timeout: most seconds until its end, a number > 0, its time in the queue included. Then it
-            ends as "timed_out", with what it got. It is looked at between two steps. None is no
-            limit.
+          timeout: most seconds from now to its end, a number > 0; None is no limit. Then the
+            request ends as "timed_out", between two steps, and keeps its tokens.
           **arguments: those of `Engine.submit`: `key` or `seed`, `max_new_tokens`, `temperature`,
-            `eos_token_ids`, `sampling`, `stop`, `matcher`.
+            `eos_token_ids`, `sampling`, `stop`, `matcher`, `prompt_logprobs`.
 
         Returns:
           The request's `RequestStream`.
@@ -203,12 +205,12 @@ class AsyncEngine:
         Args:
           num_samples: a Python int >= 1.
           prompt: as in `Engine.submit`.
-          timeout: as in `submit`, of each.
+          timeout: as in `submit`, for each request.
           **arguments: those of `Engine.submit_samples`. Sample i has the key
             `jax.random.fold_in(key, i)`.
 
         Returns:
-          The `RequestStream` of each.
+          A `RequestStream` for each sample.
 
         Raises:
           ValueError: as `submit` does.
@@ -271,14 +273,14 @@ class AsyncEngine:
         return self._thread.totals
 
     def close(self, *, drain: bool = True, timeout: float | None = None) -> None:
-        """Ends the thread and closes the engine; waits for both.
+        """Closes the engine and waits for the end of its thread.
 
-        From now on `submit` raises `RuntimeError`. A coroutine calls `aclose`, which does not stop
+        From now on `submit` raises `RuntimeError`. A coroutine calls `aclose`, which does not block
         its event loop.
 
         Args:
-          drain: whether requests go on until they have ended. Those that have not are aborted.
-          timeout: most seconds for that, a number > 0, or None.
+          drain: whether requests first go on until they have ended. Else they are aborted.
+          timeout: seconds after which all are aborted, a number > 0, or None.
 
         Raises:
           ValueError: for a timeout that is no number > 0.
@@ -291,7 +293,7 @@ class AsyncEngine:
             self._thread.join()
 
     async def aclose(self, *, drain: bool = True, timeout: float | None = None) -> None:
-        """Does what `close` does, in a coroutine.
+        """Closes the engine in another thread, while the event loop goes on.
 
         Args:
           drain: as in `close`.
