@@ -1,13 +1,12 @@
 """`RequestStream`: the chunks of one request, for a reader that another thread serves.
 
     stepping thread                         the reader: a thread, or a coroutine of any event loop
-    Request.add, Request.end                Cursor.take -> a chunk, or None: nothing is new
+    Request.add, Request.end                Cursor.take -> a chunk, or None without news
     wake_readers(cursors)       ------>     Cursor.start_waiting, and once woken take again
     abort, if is_closed         <------     RequestStream.close puts the cursor into `commands`
 
-No queue holds chunks. The request holds its tokens, at most `max_new_tokens`, and a cursor says how
-many of them were read. So the tokens of a slow reader merge into its next chunk, and delay no other
-reader.
+No queue holds chunks. The request holds its tokens, at most `max_new_tokens`, and a cursor counts
+those that were read. So unread tokens merge into the next chunk, and a slow reader delays no other.
 """
 
 import asyncio
@@ -28,23 +27,23 @@ Waiter: TypeAlias = "threading.Event | asyncio.Future[None]"
 
 
 class Commands(Protocol):
-    """Takes cursors whose streams were closed, for the thread that steps."""
+    """Takes cursors, of new or closed streams, for the thread that steps."""
 
     def put(self, cursor: "Cursor") -> None:
-        """Adds a cursor; may be called anywhere, also while another call of it is interrupted."""
+        """Adds a cursor; any thread may call it, also during an interrupted call of its own."""
 
 
 class Cursor:
-    """How much of a request was read, and who waits for more.
+    """The part of a request that was read, and the reader that waits for more.
 
     Args:
-      request: that is read.
-      deadline: of `time.monotonic`, after which the request is ended; infinity for none.
+      request: the request that is read.
+      deadline: time of `time.monotonic` at which the request is ended; infinity for none.
 
     Attributes:
       waiter: the reader that waits, or None.
       is_closed: whether its last chunk was read, or its reader left.
-      is_followed: whether the thread that steps has counted the request, or will.
+      is_followed: whether the thread that steps knows the request; it counts the request once.
     """
 
     def __init__(self, request: Request, deadline: float) -> None:
@@ -59,7 +58,7 @@ class Cursor:
         return len(request.token_ids) > self._num_tokens or request.finish_reason is not None
 
     def take(self) -> StreamChunk | None:
-        """Returns all that is new, or None; the chunk with a finish reason closes the cursor."""
+        """Returns a chunk of all news, or None; a chunk with a finish reason closes the cursor."""
         if not self.has_news():
             return None
         chunk = self.request.chunk_from(self._num_tokens, self._num_characters)
@@ -70,9 +69,9 @@ class Cursor:
         return chunk
 
     def start_waiting(self, waiter: Waiter) -> bool:
-        """Sets the waiter; returns whether there is something to wait for.
+        """Sets the waiter; returns whether it has to wait.
 
-        What came before is seen here, and what comes later finds the waiter.
+        Earlier tokens are seen here, and later ones find the waiter.
         """
         self.waiter = waiter
         return not (self.is_closed or self.has_news())
@@ -81,20 +80,20 @@ class Cursor:
 class RequestStream:
     """The chunks of a request, from `AsyncEngine.submit`: `for chunk in stream`, or `async for`.
 
-    An iteration ends after the chunk that has a finish reason. What was not taken merges into the
-    next chunk. One reader at a time may wait, in a thread or in a coroutine of any event loop.
+    An iteration ends after the chunk that has a finish reason. Unread tokens merge into the next
+    chunk. One reader at a time may wait, in a thread or in a coroutine of any event loop.
 
-    The request is aborted if its reader leaves: by `close`, at the end of `with stream:` or
-    `async with stream:`, by a cancelled task or a `KeyboardInterrupt` that waits for a chunk, and
-    when nothing refers to the stream any more.
+    The request is aborted by `close`, by the end of `with stream:` or `async with stream:`, and
+    when nothing refers to the stream any more. A cancellation or a `KeyboardInterrupt` of a reader
+    that waits for a chunk aborts it, too.
 
     Args:
-      cursor: of the request.
-      commands: of the thread that steps.
-      engine: kept while the stream is.
+      cursor: the request's.
+      commands: those of the thread that steps.
+      engine: an object that must not be collected before the stream.
 
     Attributes:
-      request: the `Request`, whose fields hold all that it got so far.
+      request: the `Request`, with all its tokens so far.
     """
 
     def __init__(self, cursor: Cursor, commands: Commands, engine: object) -> None:
@@ -103,13 +102,13 @@ class RequestStream:
 
     @property
     def usage(self) -> Usage:
-        """The request's counts so far, in OpenAI's words."""
+        """The request's counts so far, under OpenAI's names."""
         return self.request.usage
 
     def close(self) -> None:
         """Ends the iteration, and aborts the request before the next step, unless it has ended.
 
-        Any thread may call it. It does not wait.
+        Any thread may call this without waiting.
         """
         # `__del__` may call this in any thread that collects garbage, so it takes no lock.
         # `SimpleQueue.put` may interrupt itself.
@@ -121,7 +120,7 @@ class RequestStream:
         self.close()
 
     async def aclose(self) -> None:
-        """Does what `close` does; `contextlib.aclosing` calls it."""
+        """Calls `close`, for `contextlib.aclosing`."""
         self.close()
 
     def result(self) -> Request:
@@ -199,7 +198,7 @@ class RequestStream:
 
 
 def wake_readers(cursors: Iterable[Cursor]) -> None:
-    """Wakes the readers that wait and have something to read; each event loop is called once."""
+    """Wakes the waiting readers of cursors with news; calls each event loop once."""
     futures: dict[asyncio.AbstractEventLoop, list[asyncio.Future[None]]] = {}
     for cursor in cursors:
         # Read once: the reader may leave meanwhile.
