@@ -48,10 +48,10 @@ class TextScores(NamedTuple):
     Attributes:
       logprobs: f32[L], log-probability of each token after those before it, at temperature 1. NaN
         for the first token, and where the model's row is invalid (NaN, +inf, or -inf everywhere).
-      is_argmax: bool[L], whether the token has the largest logit of its row, and the lowest id
-        among equals: the token of greedy decoding. False for the first token.
+      is_argmax: bool[L], whether the token is greedy decoding's: the largest logit of its row, the
+        lowest id among equals. False for the first token.
       top_logprobs: `TopLogprobs` [L, ...], the likeliest tokens at each position, and rank and
-        log-probability of the text's token. For the first token ids are -1 and the rest 0. None if
+        log-probability of the text's token. For the first token ids are -1, other values 0. None if
         `LoopOptions.num_logprobs` is None.
     """
 
@@ -73,19 +73,20 @@ def score(
 
     .. math:: \log p(x_i \mid x_{<i}) = z_{x_i} - \log \sum_v e^{z_v}
 
-    at temperature 1, without sampling parameters. B texts are read together in chunks of C tokens,
-    and logits [B, C, V] of one chunk are held at a time. Texts of about one length are read
-    together. So N texts of at most L tokens get less than N C + B (L + C) tokens of padding.
+    at temperature 1, without sampling parameters. B texts of about one length are read together in
+    chunks of C tokens, and logits [B, C, V] of one chunk are held at a time. N texts of at most L
+    tokens get less than N C + B (L + C) tokens of padding.
 
     Args:
       model: a `Model`.
       texts: N lists of ids in [0, V), none of them empty. Or a tuple of arrays (ids, lengths), as
         prompts of `generate`. The host reads them, so they cannot be traced.
       batch_size: B, a Python int >= 1. Fewer texts are padded to it, so that any number of texts
-        runs the same programs. None is 8, or N if there are fewer.
-      options: `LoopOptions`. `prefill_chunk_size` is C; values depend on it by rounding alone.
-        `num_logprobs` tokens are listed at each position. `max_length` None is for each batch the
-        next power of two, at least 128, that holds its texts.
+        runs the same programs. None is the smaller of 8 and N.
+      options: `LoopOptions`. `prefill_chunk_size` is C. Values depend on B and C by rounding alone,
+        and with `Model.row_invariant` not at all. `num_logprobs` tokens are listed at each
+        position. `max_length` is the capacity of a batch. None is the next power of two, at least
+        128, that holds the batch's texts.
 
     Returns:
       A `TextScores` for each text, in the order of `texts`.
@@ -197,7 +198,7 @@ def _read_batch(
 ) -> TopLogprobs:
     """Returns `TopLogprobs` [B, L, ...] of the tokens after the first; NumPy arrays.
 
-    Entry i of a text is of its token i + 1. The likeliest token is listed whatever `num_logprobs`.
+    Entry i of a text is of its token i + 1. At least the likeliest token is listed.
 
     Args:
       model: as in `score`.
@@ -229,7 +230,7 @@ def _read_batch(
 
 @functools.partial(jax.jit, static_argnames=("size", "max_length"))
 def new_cache(model: Model, *, size: int, max_length: int) -> Any:
-    """Returns a cache for B texts that a program can take the memory of."""
+    """Returns a cache for B texts whose buffers can be donated."""
     # Copies: a buffer that two leaves share cannot be donated.
     return jax.tree.map(jnp.copy, model.init_cache(size, max_length))
 
@@ -258,7 +259,7 @@ def list_next_logprobs(
       model: a `Model`.
       hidden: [B, C, D], hidden states that it returned.
       next_ids: i32[B, C], the token after each; -1 for a row that is not read.
-      num_listed: most likely tokens that are listed.
+      num_listed: number of likeliest tokens that are listed.
     """
     # So that XLA compiles the layers as it does where no logits follow: caches keep their bits.
     hidden = jax.lax.optimization_barrier(hidden)
