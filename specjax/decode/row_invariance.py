@@ -1,10 +1,10 @@
-"""`check_row_invariance`: whether a model's rows depend on what is computed next to them.
+"""`check_row_invariance`: whether a model's rows depend on other rows of a batch or a chunk.
 
     one text, alone, a token at a time        -> reference rows, bit by bit
     the same text at a place in a batch of B,
-    in chunks of C, among other texts         -> rows that differ, and where the first does
+    in chunks of C, among other texts         -> the rows that differ, and the first of them
 
-A row is what the model returns for one token: the states of its taps, its hidden state, its logits.
+A row is the model's output for one token: the states of its taps, its hidden state, its logits.
 """
 
 import functools
@@ -31,18 +31,19 @@ _SEED = 0
 
 
 class RowCase(NamedTuple):
-    """Where the rows of a text differ from those of the text alone, read a token at a time.
+    """Compares the rows of a text in a batch with those of the text alone, read token by token.
 
     Attributes:
       batch_size: B, texts that were read together.
       chunk_size: C, tokens of each that were read at once.
       place: index of the text among the B.
-      group: cases of one number have the same bits in all rows; 0 is the reference's.
-      num_rows: rows of which a bit differs.
+      group: number of the case's bits: cases with equal bits in all rows share it, and 0 is the
+        reference's.
+      num_rows: number of rows that differ in a bit.
       position: the first token whose row differs; None if no row does.
-      stage: what differs first at that position: "tap 8", "hidden" or "logits"; "" if nothing does.
+      stage: first output that differs at that position, "tap 8", "hidden" or "logits"; "" if none.
       max_difference: largest difference of a logit.
-      num_argmax: rows whose likeliest token is another.
+      num_argmax: number of rows with another likeliest token.
     """
 
     batch_size: int
@@ -101,22 +102,22 @@ def check_row_invariance(
 ) -> RowInvariance:
     """Compares the rows of a text, bit by bit, in batches and chunks of several sizes.
 
-    The reference is the text alone, read a token at a time, as plain decoding reads it. Chunks of
-    K + 1 tokens are what a speculative step reads, longer ones a prefill. A model whose rows are
-    the same in all cases gives the same greedy and coupled texts with any drafter or none, next to
-    any other requests. Elsewhere they part at near-ties.
+    The reference is the text alone, read a token at a time like in plain decoding. A speculative
+    step reads chunks of K + 1 tokens, a prefill longer ones. A model whose rows are the same in all
+    cases gives the same greedy and coupled texts with any drafter or none, next to any other
+    requests. Texts of other models part at near-ties.
 
-    Each batch size with each chunk size is a program to compile. Rows are those of these programs:
-    XLA may round otherwise where it fuses a model's operations with others.
+    Each pair of a batch size and a chunk size is a program to compile. The rows are of these
+    programs: elsewhere XLA may fuse a model's operations with others, and round otherwise.
 
     Args:
       model: a `Model`.
-      text: a list of L ids. None is 64 random ones, or as many as its positions take.
-      batch_sizes: of each B >= 1, the text is read first, last and in the middle of a batch. The
-        others are random texts of 1 to L tokens.
+      text: a list of L ids. None is 64 random ones, or as many as the model's positions take.
+      batch_sizes: numbers of texts that are read together, each B >= 1. The text is read at the
+        first, the middle and the last place, among random texts of 1 to L tokens.
       chunk_sizes: tokens that are read at once, each C >= 1.
-      taps: layers whose states are compared, too, of a model with `apply_with_taps`. They tell
-        after which layer a row differs.
+      taps: layers whose states are compared, too, for a model with `apply_with_taps`. They show
+        the layer after which a row first differs.
 
     Returns:
       `RowInvariance`. `print` shows it as a table.
