@@ -2,10 +2,10 @@ r"""The tokens of a row that the cutoff and the masks keep: the support of what 
 
 kept_tokens      public: the sets of rows, checked arguments
 kept_logprobs    public: log-probabilities of new logits over sets that were recorded
-list_kept        implements `kept_tokens`, and each step does it if kept sets are listed
+list_kept        implements `kept_tokens`; each step that lists kept sets calls it
 
 A token is kept if `mask_below_cutoff` leaves its logit above -inf, as in every sampler. So ties
-with the cutoff are kept. Here is how a row of V tokens becomes at most M ids, without a sort:
+with the cutoff are kept. A row of V tokens becomes at most M ids without a sort:
 
     kept bits       V          packed into W = ceil(V / 32) words, bit i of word w: token 32 w + i
     set bits        W          counted in each word, and summed up to its end
@@ -41,15 +41,14 @@ _BITS_PER_WORD = 32
 
 
 class KeptTokens(NamedTuple):
-    """The tokens that may be sampled of each row: the set over which its log-probability is.
+    """The tokens of each row that may be sampled, over which its log-probabilities are normalized.
 
     Attributes:
-      num_kept: i32[...], tokens in the set. V says that nothing was cut, 1 that the row is greedy
-        or has one token left, 0 that there is no row.
+      num_kept: i32[...], size of the set. V says that nothing was cut, 1 that the row is greedy or
+        keeps one token, 0 that there is no row.
       token_ids: i32[..., M], the M lowest ids of the set, ascending, then -1. All are -1 where
-        nothing was cut. Where `num_kept` is above M they are not the whole set.
-      mask: u32[..., ceil(V / 32)], the whole set in the words of `SamplingParams.allowed`; None if
-        it was not asked for.
+        nothing was cut. Where `num_kept` is above M, ids are missing.
+      mask: u32[..., ceil(V / 32)], the whole set in the words of `SamplingParams.allowed`, or None.
     """
 
     num_kept: jax.Array
@@ -57,16 +56,16 @@ class KeptTokens(NamedTuple):
     mask: jax.Array | None = None
 
     def is_complete(self) -> jax.Array:
-        """Returns whether `num_kept` and `token_ids` say the whole set, bool[...]."""
+        """Returns whether `num_kept` and `token_ids` determine the whole set, bool[...]."""
         return (self.num_kept <= self.token_ids.shape[-1]) | (self.token_ids[..., 0] < 0)
 
     def to_csr(self) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the sets as compressed sparse rows on the host: without padding.
+        """Returns the sets as compressed sparse rows on the host, without padding.
 
         Returns:
-          row_starts i64[N + 1] and token_ids i32[row_starts[-1]] of the N rows in order. Row r has
-          the ids from row_starts[r] up to row_starts[r + 1]. It has none where nothing was cut,
-          and where there is no row; `num_kept` tells these apart.
+          row_starts i64[N + 1] and token_ids i32[row_starts[-1]] of the N rows in order. The ids of
+          row r are token_ids[row_starts[r] : row_starts[r + 1]]. There are none where nothing was
+          cut, or where there is no row; `num_kept` tells these apart.
 
         Raises:
           ValueError: for a set of more than M tokens without a mask.
@@ -97,7 +96,7 @@ class KeptTokens(NamedTuple):
 
 
 def check_max_kept(name: str, max_kept: Any, vocab_size: int | None = None) -> int:
-    """Returns M, or refuses what is no number of ids from 1 to V."""
+    """Returns M, or refuses a value that is no integer from 1 to V."""
     count = check_count(name, max_kept, 1, "the ids listed of each set")
     if vocab_size is not None and count > vocab_size:
         raise ValueError(
@@ -119,15 +118,15 @@ def kept_tokens(
     .. math:: \{v : x_v > -\infty,\ x_v \ge \text{cutoff}\}, \quad
       \{\arg\max x\} \text{ where the row is greedy}
 
-    A cutoff and a temperature do not rebuild these sets elsewhere: other hardware rounds the logits
-    otherwise, and then other tokens lie at the edge. So a trainer is given the sets.
+    A trainer needs the sets themselves. Other hardware rounds logits otherwise, so by the same
+    cutoff and temperature other tokens would lie at the edge.
 
     Args:
-      logits: [..., V], bf16, f16 or f32, processed: after bias, penalties and masks. -inf is cut.
+      logits: [..., V], bf16, f16 or f32, after bias, penalties and masks. -inf is cut.
       max_kept: M, the most ids listed of a row, a Python int in [1, V].
-      temperature: f32, scalar, [...] or its first axis alone, as given to the samplers.
+      temperature: f32, scalar, [...] or its first axis alone, as in the samplers.
       cutoff: f32[...], from `logit_cutoff`; logits that tie with it are kept. None keeps all.
-      with_mask: whether the whole sets are returned as masks, too.
+      with_mask: whether `KeptTokens.mask` has the whole sets.
 
     Returns:
       `KeptTokens`. A row that no sampler takes has `num_kept` 0: NaN, +inf, -inf everywhere, or an
@@ -203,23 +202,23 @@ def empty_kept(shape: tuple[int, ...], max_kept: int) -> KeptTokens:
 def kept_logprobs(
     logits: jax.Array, token_ids: Any, kept: KeptTokens, *, temperature: Any = 1.0
 ) -> jax.Array:
-    r"""Returns log-probabilities of tokens by new logits, over the sets that they were drawn from.
+    r"""Returns log-probabilities of tokens by new logits, over the sets of their draws.
 
     With logits :math:`x`, temperature :math:`t` and the recorded set :math:`S` of a row:
 
     .. math:: \log \pi(v) = x_v / t - \log \sum_{w \in S} e^{x_w / t}
 
-    This is the trainer's half of an importance ratio :math:`\pi / \mu` whose :math:`\mu`,
-    `Generation.logprobs`, was drawn with a cutoff. Over all tokens, :math:`\pi` would miss the mass
-    that was cut, and the ratio would not be 1 where the parameters are equal. It is differentiable
-    in `logits`; a row with one kept token has gradient 0.
+    This is :math:`\log \pi` of an importance ratio :math:`\pi / \mu`, where :math:`\log \mu` is
+    `Generation.logprobs` of a draw with a cutoff. If :math:`\pi` were normalized over all tokens,
+    the ratio would not be 1 for equal parameters. The result is differentiable in `logits`; a row
+    with one kept token has gradient 0.
 
     Args:
-      logits: [..., V], bf16, f16 or f32, of the new parameters. If the texts had a bias or
-        penalties, after these.
+      logits: [..., V], bf16, f16 or f32, by the new parameters, after the bias and the penalties
+        of the texts.
       token_ids: i32[...], the tokens drawn; -1 is padding.
       kept: `KeptTokens` [...], as `generate` or an engine lists them.
-      temperature: f32, scalar, [...] or its first axis alone, with which the texts were drawn.
+      temperature: f32, scalar, [...] or its first axis alone, of the texts' draws.
 
     Returns:
       f32[...]: 0 at padding and -inf for a token outside its set, both without a gradient. NaN
