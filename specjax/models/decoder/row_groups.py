@@ -1,14 +1,14 @@
 """A step of a decoder in plain JAX in which a row's bits depend on no other row.
 
-A processor's products and sums have an order that follows from their shapes. So every operation
-has one shape here, whatever the number of requests and tokens: products and norms take 8 rows at a
-time, and attention takes one token and 256 slots at a time.
+A processor orders products and sums by their shapes. So every operation has one shape here, for
+any number of requests and tokens: products and norms take 8 rows at a time, and attention takes one
+token and 256 slots at a time.
 
     groups of 8 rows    norm, qkv, rotation
     one token           attention, by segments of 256 slots in their order
     groups of 8 rows    output projection, norm, MLP
 
-On a GPU the kernels do this (`DecodeConfig.row_invariant`).
+On a GPU the kernels have one order, too (`DecodeConfig.row_invariant`).
 Axes: `B` requests, `T` new tokens, `N` groups, `E` hidden, `G` key-value heads, `S` cache slots,
 `D` head dimension.
 """
@@ -41,7 +41,7 @@ def decode_by_groups(
       model: a `Transformer`.
       token_ids: i32[B, T].
       positions: i32[B, T], -1 for no token.
-      cache: as `attention.attend` takes it, of each layer.
+      cache: for each layer, as in `attention.attend`.
       taps: as in `run_decoder`.
     """
     x, written = model.embed(token_ids), []
