@@ -1,4 +1,4 @@
-"""A server of an engine, in OpenAI's protocol: `specjax serve`. It needs the extra `serve`.
+"""`specjax serve`: a server of an engine in OpenAI's protocol; it needs the extra `serve`.
 
     body -> `parameters` -> `service` -> engine -> `service` -> `responses` -> events
               `fields`       `codec`              `token_scores`  `answers`
@@ -6,10 +6,10 @@
 | module | what it holds |
 |---|---|
 | `app` | the routes, an application of Starlette |
-| `answers` | an answer to a request for texts: waits, streams, aborts if the client goes |
-| `service` | what a request asks for, submitted to the engine; parts of what comes back |
-| `parameters`, `fields`, `limits` | the body of a request, checked strictly |
-| `codec`, `token_texts` | prompts to tokens, tokens to texts and bytes |
+| `answers` | an answer to a request for texts: waits, streams, aborts if the client leaves |
+| `service` | submits requests to the engine, and makes parts of answers from chunks |
+| `parameters`, `fields`, `limits` | a request's parameters, read from its body and checked |
+| `codec`, `token_texts` | the tokens of prompts; the texts and bytes of tokens |
 | `responses`, `token_scores` | OpenAI's objects |
 | `errors`, `metrics_text` | refusals; counts for Prometheus |
 
