@@ -61,7 +61,7 @@ class LoopOptions:
       max_kept_tokens: M, most ids listed of the tokens that could be sampled in the place of each
         generated token, a Python int in [1, V]. The sets are what a trainer needs for an importance
         ratio; see `KeptTokens`. `generate` refuses a set of more tokens, and an engine gives its
-        mask. None lists none. Rules that are not exact refuse it.
+        mask. None lists none. A custom `rule` and "synthetic" refuse it.
       implementation: of verification, cutoffs and drafts, as in `rejection_sample`. A name is
         passed to `drafter.propose` too. A model chooses the kernels of its own layers.
       prompt_logprobs: whether `num_logprobs` tokens are listed for prompts' tokens, too, from the
