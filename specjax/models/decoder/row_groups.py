@@ -86,17 +86,19 @@ def _layer_by_groups(
 def _attend(queries: jax.Array, positions: jax.Array, cache: Any, spec: AttentionSpec) -> jax.Array:
     """Returns attention [B, T, H * D] of rotated queries [B, T, H, D] to slots up to their own."""
     (batch, tokens, num_heads, head_dim), (groups, slots) = queries.shape, cache[0].shape[1:3]
-    width = ((0, 0), (0, 0), (0, -slots % _SEGMENT), (0, 0))
+    # At least two segments: XLA would drop the slice of one, and multiply in another order.
+    more = max(-slots % _SEGMENT, 2 * _SEGMENT - slots)
+    width = ((0, 0), (0, 0), (0, more), (0, 0))
     keys, values = (jnp.pad(x, width) for x in cache[:2])
-    rows = cache[2] if len(cache) > 2 else jnp.arange(batch)
-    queries = queries.reshape(batch * tokens, groups, -1, head_dim)
+    rows = cache[2] if len(cache) > 2 else jnp.arange(batch, dtype=jnp.int32)
+    queries, zero = queries.reshape(batch * tokens, groups, -1, head_dim), jnp.int32(0)
 
     def attend(operands: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
         q, position, row = operands
 
         def add(i: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             m_i, l_i, acc = state
-            start, size = (row, 0, i * _SEGMENT, 0), (1, groups, _SEGMENT, head_dim)
+            start, size = (row, zero, i * _SEGMENT, zero), (1, groups, _SEGMENT, head_dim)
             k, v = (jax.lax.dynamic_slice(x, start, size)[0] for x in (keys, values))
             scores = jnp.matmul(q, k.swapaxes(1, 2), preferred_element_type=jnp.float32)
             scores *= spec.scale
@@ -109,9 +111,11 @@ def _attend(queries: jax.Array, positions: jax.Array, cache: Any, spec: Attentio
             weighted = jnp.matmul(p.astype(v.dtype), v, preferred_element_type=jnp.float32)
             return m, l_i * alpha + jnp.sum(p, axis=-1), acc * alpha[..., None] + weighted
 
-        shape = q.shape[:2]
-        state = jnp.full(shape, -1e30), jnp.zeros(shape), jnp.zeros(q.shape, jnp.float32)
-        _, l_i, acc = jax.lax.fori_loop(0, (position + _SEGMENT) // _SEGMENT, add, state)
+        state = tuple(
+            jnp.full(shape, fill, jnp.float32)
+            for shape, fill in ((q.shape[:2], -1e30), (q.shape[:2], 0), (q.shape, 0))
+        )
+        _, l_i, acc = jax.lax.fori_loop(zero, (position + _SEGMENT) // _SEGMENT, add, state)
         return (acc / jnp.where(l_i == 0, 1.0, l_i)[..., None]).astype(q.dtype)
 
     operands = queries, positions.reshape(-1), jnp.repeat(rows, tokens)

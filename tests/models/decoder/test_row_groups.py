@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from machine import has_gpu
+from scripts import run_process
 
 from specjax.implementation import Implementation
 from specjax.models import TransformerConfig, build
@@ -68,6 +69,41 @@ def test_rows_are_those_of_the_plain_step(kind, whole, kernels):
     ours = build(KINDS[kind], params, implementation=implementation, row_invariant=True)
     found = read(ours, text(), 145, place=1, size=2)
     np.testing.assert_allclose(found, read(plain, text(), 145), atol=TOLERANCE, rtol=TOLERANCE)
+
+
+# The process of the tests leaves out passes of XLA by which these bits differed.
+CACHES = """
+import jax, numpy as np
+from specjax.models import TransformerConfig, build
+model = build(TransformerConfig(64, 128, 256, 2, 4, 2, 32), row_invariant=True)
+ids = np.random.default_rng(0).integers(0, 64, (1, 48), np.int32)
+positions, found = np.arange(48, dtype=np.int32)[None], []
+for slots in (64, 256, 257, 512):
+    hidden, _ = jax.jit(model.apply)(model.params, ids, positions, model.init_cache(1, slots))
+    found.append(np.asarray(hidden))
+print(all(np.array_equal(x, found[0]) for x in found))
+"""
+
+
+@pytest.mark.optimised
+def test_bits_of_a_row_depend_on_no_length_of_the_cache(tmp_path):
+    assert run_process("-c", CACHES, cwd=tmp_path) == "True\n"
+
+
+def test_a_process_with_64_bit_numbers_runs():
+    model = build(LLAMA, implementation="xla", row_invariant=True)
+    wanted = read(model, text(4), 4)
+    with jax.enable_x64(True):
+        found = read(model, text(4), 4)
+    np.testing.assert_allclose(found, wanted, atol=TOLERANCE, rtol=TOLERANCE)
+
+
+def test_heads_without_a_tiling_are_refused():
+    """XLA would attend, and add up in an order that depends on the number of rows."""
+    config = TransformerConfig(64, 128, 256, 1, 132, 1, 32)
+    model = build(config, implementation="interpret", row_invariant=True)
+    with pytest.raises(ValueError, match="The kernels have no tiling for 132 queries"):
+        read(model, text(4), 4)
 
 
 @pytest.mark.gpu
