@@ -348,21 +348,31 @@ def kv_tiling(
       positions: (B, T).
       cache: keys and values, as in `attention.attend`.
       choice: of the kernels.
+
+    Raises:
+      ValueError: if XLA would attend, and a row's bits may depend on no other row.
     """
     keys, _, *cache_rows = cache
     config = choice.config
     if cache_rows:
         # A request may attend to what another one of the same launch writes.
         config = dataclasses.replace(config, prepares_in_attention=False)
-    return attention_tiling(
+    queries_per_kv = rows[1] // keys.shape[1] - 2
+    tiling = attention_tiling(
         positions,
         keys.shape,
         num_padded_tokens=rows[0],
-        queries_per_kv=rows[1] // keys.shape[1] - 2,
+        queries_per_kv=queries_per_kv,
         itemsize=keys.dtype.itemsize,
         shared_memory_bytes=choice.shared_memory_bytes,
         config=config,
     )
+    if tiling is None and config.row_invariant:
+        raise ValueError(
+            f"The kernels have no tiling for {queries_per_kv} queries of {keys.shape[3]} numbers "
+            "to a key; row_invariant needs at most 128 queries, and tiles that fit shared memory."
+        )
+    return tiling
 
 
 def product_tiling(
