@@ -310,13 +310,6 @@ def attention(
     tiling = kv_tiling(parts.shape[2:4], positions.shape, cache, choice)
     if tiling is None:
         assert head_norms is None
-        if choice.config.row_invariant:
-            num_kv_heads, head_dim = keys.shape[1], keys.shape[3]
-            raise ValueError(
-                f"row_invariant is True, and no tiling has the queries of a key: of "
-                f"{parts.shape[3] - 2 * num_kv_heads} query heads, {num_kv_heads} key-value heads "
-                f"and head_dim {head_dim}; it needs at most 128 queries of a key-value head."
-            )
         squares = None if qkv.squares is None else qkv.squares[:, :, None]
         heads = PartialProduct(parts, squares).reduce(norm).astype(keys.dtype)
         tokens, padded = positions.shape[1], heads.shape[1]
