@@ -92,10 +92,10 @@ def make_service(
         sampling=tuple(sampling),
     )
     if not options.no_schemas and eos_token_ids:
-        matcher_of = llguidance_reader(
+        matcher_of: Any = llguidance_reader(
             service.texts.bytes, eos_token_ids, lambda text: tokenizer.encode(text).ids
         )
-        service.matcher_of = lambda schema: matcher_of(_COMPACT | schema)
+        service.matchers_of = lambda schema: matcher_of(_COMPACT | schema).deep_copy
     return service
 
 

@@ -116,7 +116,8 @@ class Service:
       sampling: names of the fields that requests may set.
 
     Attributes:
-      matcher_of: JSON schema -> matcher; None if the engine takes none.
+      matchers_of: JSON schema -> a function that makes matchers of it, so that a request with many
+        texts reads its schema once; None if the engine takes none.
     """
 
     def __init__(
@@ -131,7 +132,7 @@ class Service:
         self.engine, self.codec, self.name, self.limits = engine, codec, name, limits
         self.texts = TokenTexts(codec.tokenizer, limits.vocab_size)
         self._sampling = tuple(sampling)
-        self.matcher_of: Callable[[Any], Matcher] | None = None
+        self.matchers_of: Callable[[Any], Callable[[], Matcher]] | None = None
 
     def submit(self, parameters: Parameters) -> list[Choice]:
         """Returns the choices of a request, all of them in the engine's queue.
@@ -148,10 +149,11 @@ class Service:
             )
         prompts = self._encode(parameters)
         arguments = self._arguments(parameters)
+        new_matcher = self._read_schema(parameters.schema)
         streams: list[RequestStream] = []
         try:
             for ids in prompts:
-                streams += self._submit_prompt(ids, parameters, arguments)
+                streams += self._submit_prompt(ids, parameters, arguments, new_matcher)
         except BaseException as error:
             for stream in streams:
                 stream.close()
@@ -189,11 +191,6 @@ class Service:
                 values[name] = value
             elif value not in _OFF.get(name, (0,)):
                 raise ApiError(f"{name} is given; this server was started without it.", name)
-        if parameters.schema is not None and self.matcher_of is None:
-            raise ApiError(
-                "response_format is given; this server was started without JSON schemas.",
-                "response_format",
-            )
         arguments = {
             "max_new_tokens": parameters.max_new_tokens,
             "temperature": parameters.temperature,
@@ -211,25 +208,39 @@ class Service:
             arguments["prompt_logprobs"] = True
         return arguments
 
+    def _read_schema(self, schema: object | None) -> Callable[[], Matcher] | None:
+        """Returns a function that makes matchers of a schema; None without one."""
+        if schema is None:
+            return None
+        name = "response_format"
+        if self.matchers_of is None:
+            raise ApiError(f"{name} is given; this server was started without JSON schemas.", name)
+        try:
+            return self.matchers_of(schema)
+        except ValueError as error:
+            raise ApiError(str(error), name) from None
+
     def _submit_prompt(
-        self, ids: list[int], parameters: Parameters, arguments: dict[str, Any]
+        self,
+        ids: list[int],
+        parameters: Parameters,
+        arguments: dict[str, Any],
+        new_matcher: Callable[[], Matcher] | None,
     ) -> list[RequestStream]:
         """Returns a stream of each sample: sample i has the key folded with i, if n > 1."""
         seed = secrets.randbits(63) if parameters.seed is None else parameters.seed
-        num_samples, schema = parameters.num_samples, parameters.schema
-        if schema is None:
+        num_samples = parameters.num_samples
+        if new_matcher is None:
             if num_samples == 1:
                 return [self.engine.submit(ids, seed=seed, **arguments)]
             return self.engine.submit_samples(num_samples, ids, seed=seed, **arguments)
-        assert self.matcher_of is not None
         # A matcher reads one text.
         key = _key_of_seed(seed)
         keys = (
             [key] if num_samples == 1 else [jax.random.fold_in(key, i) for i in range(num_samples)]
         )
         return [
-            self.engine.submit(ids, key=key, matcher=self.matcher_of(schema), **arguments)
-            for key in keys
+            self.engine.submit(ids, key=key, matcher=new_matcher(), **arguments) for key in keys
         ]
 
     def _echo(self, parameters: Parameters, index: int, ids: list[int]) -> str | None:

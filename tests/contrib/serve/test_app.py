@@ -169,7 +169,7 @@ def test_any_number_of_stop_strings_end_a_text(served):
     assert complete(served, prompt=PROMPT, seed=2, max_tokens=30, stop=[]).choices[0].text == whole
 
 
-def test_texts_follow_a_json_schema(served):
+def test_texts_follow_a_json_schema_that_is_read_once(served, monkeypatch):
     schema = {
         "type": "object",
         "properties": {"a": {"enum": ["x", "yy"]}, "b": {"type": "boolean"}},
@@ -177,13 +177,17 @@ def test_texts_follow_a_json_schema(served):
         "additionalProperties": False,
     }
     form = {"type": "json_schema", "json_schema": {"name": "ab", "schema": schema, "strict": True}}
+    read, schemas = served.service.matchers_of, []
+    monkeypatch.setattr(served.service, "matchers_of", lambda x: schemas.append(x) or read(x))
     answer = chat(served, n=2, seed=1, max_tokens=100, response_format=form)
+    assert schemas == [schema]
     for choice in answer.choices:
         value = json.loads(choice.message.content)
         assert value.keys() == {"a", "b"}
     wrong = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "x"}}}
-    with pytest.raises(Exception, match="grammar"):
+    with pytest.raises(Exception, match="grammar") as error:
         chat(served, response_format=wrong)
+    assert error.value.param == "response_format"
 
 
 def test_refusals_are_errors_of_the_client_with_the_name_of_the_field(served):
