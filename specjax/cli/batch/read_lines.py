@@ -187,5 +187,5 @@ def _check_number(name: str, value: Any) -> Any:
     # Finite limits leave out NaN and infinities; math.isfinite fails on an integer beyond float64.
     if not is_number or not low <= value <= high:
         noun = "an integer" if kind is int else "a number"
-        raise ValueError(f"{name} is {quote(value)}; it needs {noun} in [{low:g}, {high:g}].")
+        raise ValueError(f"{name} is {quote(value)}; it needs {noun} in [{low}, {high}].")
     return np.dtype(np.int64 if kind is int else np.float64).type(value).item()

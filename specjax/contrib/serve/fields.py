@@ -1,7 +1,6 @@
 """Fields of a JSON object: a reader for each, null as absent, and no field that is not known."""
 
 import json
-import math
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
@@ -67,8 +66,7 @@ def number(low: float, high: float, kind: type[int] | type[float] = float) -> Re
     def read(name: str, value: object) -> Any:
         is_number = isinstance(value, int | kind) and not isinstance(value, bool)
         if not (is_number and isinstance(value, int | float) and low <= value <= high):
-            ends = f"in [{low:g}, {high:g}]" if high < math.inf else f">= {low:g}"
-            raise _wrong(name, value, f"{noun} {ends}")
+            raise _wrong(name, value, f"{noun} in [{low}, {high}]")
         return value
 
     return read
