@@ -132,7 +132,7 @@ class AsyncEngine:
       engine: the `Engine`.
 
     Raises:
-      RuntimeError: if the engine is closed.
+      RuntimeError: if the engine is closed, or another `AsyncEngine` steps it.
 
     Example:
       >>> import asyncio
@@ -154,6 +154,8 @@ class AsyncEngine:
 
     def __init__(self, engine: Engine) -> None:
         engine._scheduler.queue.check_open()
+        if any(other.engine is engine for other in list(_running)):
+            raise RuntimeError("another AsyncEngine steps this engine; make another Engine.")
         self.engine = engine
         self._thread = _StepThread(engine)
         self._thread.start()

@@ -329,8 +329,10 @@ def test_a_timeout_that_is_no_time_is_refused(timeout):
         assert server.state == "running"
 
 
-def test_a_full_queue_and_a_wrong_prompt_are_told_at_once():
+def test_a_full_queue_a_wrong_prompt_and_a_second_thread_are_told_at_once():
     with serving(make_engine(num_slots=1, max_waiting=2)) as server:
+        with pytest.raises(RuntimeError, match="another AsyncEngine"):
+            specjax.AsyncEngine(server.engine)
         with server.engine._scheduler._step_lock:
             streams = [server.submit(PROMPT, seed=i, max_new_tokens=2) for i in range(2)]
             with pytest.raises(queue.Full, match="2 requests wait, and 1 more"):
