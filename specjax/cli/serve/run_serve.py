@@ -79,6 +79,8 @@ def make_service(
         target_config.vocab_size,
         options.max_logprobs,
         options.max_body_bytes,
+        # More would never fit the queue: 429 would make a client send them again and again.
+        max_choices=min(128, options.max_waiting),
         max_seconds=options.timeout,
     )
     sampling = _CUTOFFS | ({} if options.no_penalties else _PENALTIES)

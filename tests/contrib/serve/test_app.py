@@ -204,6 +204,8 @@ def test_refusals_are_errors_of_the_client_with_the_name_of_the_field(served):
     with pytest.raises(openai.BadRequestError, match="at most 128") as error:
         complete(served, prompt=[1] * 120, max_tokens=20)
     assert error.value.code == "context_length_exceeded"
+    with pytest.raises(openai.BadRequestError, match="at most 32"):  # --max-waiting
+        complete(served, prompt=["a"] * 33)
     with pytest.raises(openai.BadRequestError, match=r"the model/chat_template\.jinja cannot"):
         chat(served, "raise")
     assert [model.id for model in served.client.models.list()] == ["tiny"]
@@ -213,11 +215,15 @@ def test_refusals_are_errors_of_the_client_with_the_name_of_the_field(served):
 def test_a_full_queue_is_429_with_a_time_and_takes_none_of_the_request(served):
     import openai
 
-    with pytest.raises(openai.RateLimitError) as error:
-        complete(served, prompt=[[1]] * 2, n=20, max_tokens=50)
+    engine = served.service.engine
+    with engine.engine._scheduler._step_lock:
+        waiting = engine.submit([1], seed=0, max_new_tokens=1)
+        with pytest.raises(openai.RateLimitError) as error:
+            complete(served, prompt=[[1]] * 2, n=16, max_tokens=50)
+    assert waiting.result().finish_reason == "length"
     assert error.value.response.headers["retry-after"] == "1"
     assert "x-should-retry" not in error.value.response.headers
-    until(lambda: served.service.engine.num_running + served.service.engine.num_waiting == 0)
+    until(lambda: engine.num_running + engine.num_waiting == 0)
 
 
 def test_a_request_that_takes_too_long_is_an_error_within_a_stream_too(served, monkeypatch):
