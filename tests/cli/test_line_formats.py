@@ -25,6 +25,9 @@ def test_lines_of_openais_batch_format_are_those_of_the_command():
     assert read_one(text) == PromptLine(1, "b", ["ab"], ("x",), {})
     text["body"]["prompt"] = [1, 2]
     assert read_one(text).token_ids == [1, 2]
+    parts = [{"type": "text", "text": "H"}, {"type": "text", "text": "i."}]
+    body["messages"] = [{"role": "developer", "content": "s"}, {"role": "user", "content": parts}]
+    assert read_one(chat).token_ids == [[{"role": "system", "content": "s"}, *messages]]
 
 
 @pytest.mark.parametrize(
@@ -37,6 +40,12 @@ def test_lines_of_openais_batch_format_are_those_of_the_command():
             "body.max_token is no field that is known.",
         ),
         ({"body": {"prompt": "a", "n": 2}}, "body.n is 2; a file takes 1 alone."),
+        ({"body": {"prompt": "a", "logprobs": 0}}, "body.logprobs is 0; a file takes False alone."),
+        ({"body": {"prompt": ["a"]}}, "body.prompt is a list; it needs ids of one prompt"),
+        (
+            {"body": {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}},
+            "body.messages has a content with a part that is no text.",
+        ),
         ({"body": {"prompt": "a", "tools": [{}]}}, "body.tools is [{}]; a file takes [] alone."),
         ({"body": {"prompt": "a"}, "url": "/v1/embeddings"}, "url is '/v1/embeddings'; it needs"),
         ({"body": {"prompt": "a"}, "url": "/v1/chat/completions"}, "body has no messages, which"),

@@ -19,7 +19,10 @@ _EQUAL = (
     *("seed", "stop", "top_k", "min_p", "repetition_penalty", "min_tokens"),
 )
 # Names that change no text.
-_UNREAD = ("model", "user", "metadata", "store", "service_tier", "stream_options")
+_UNREAD = (
+    *("model", "user", "metadata", "store", "service_tier", "stream_options"),
+    *("safety_identifier", "prompt_cache_key"),
+)
 # Names that may only say that something is not asked for.
 _OFF: JsonObject = {
     "n": 1,
@@ -70,15 +73,37 @@ def translate_line(fields: Mapping[str, object]) -> JsonObject:
             f"{', '.join(_KNOWN)}."
         )
     for name, off in _OFF.items():
-        if name in body and body[name] != off:
+        # `logprobs` 0 asks for log-probabilities, and equals False in Python.
+        if name in body and (body[name] != off or type(body[name]) is not type(off)):
             raise ValueError(f"body.{name} is {quote(body[name])}; a file takes {off!r} alone.")
     if isinstance(url, str) and _PROMPT_OF_URL[url] not in body:
         raise ValueError(f"body has no {_PROMPT_OF_URL[url]}, which {url} needs.")
     line = {name: body[name] for name in _EQUAL if name in body}
-    if isinstance(line.get("prompt"), list):
+    if isinstance(ids := line.get("prompt"), list):
+        if not all(type(token) is int for token in ids):
+            raise ValueError("body.prompt is a list; it needs ids of one prompt, or to be a text.")
         line["prompt_token_ids"] = line.pop("prompt")
+    if isinstance(messages := line.get("messages"), list):
+        line["messages"] = [_translate_message(message) for message in messages]
     lengths = [body[name] for name in _LENGTHS if name in body]
     if lengths and lengths[0] != lengths[-1]:
         raise ValueError(f"body has {_LENGTHS[0]} {lengths[0]} and {_LENGTHS[1]} {lengths[1]}.")
     line |= {"max_new_tokens": lengths[0]} if lengths else {}
     return ({"id": fields["custom_id"]} if "custom_id" in fields else {}) | line
+
+
+def _translate_message(message: object) -> object:
+    """Returns a message as chat templates take it: "system" for "developer", parts as one text."""
+    if not isinstance(message, dict):
+        return message
+    if message.get("role") == "developer":
+        message = message | {"role": "system"}
+    if isinstance(parts := message.get("content"), list):
+        texts = [
+            x.get("text") if isinstance(x, dict) and x.get("type") == "text" else None
+            for x in parts
+        ]
+        if not all(isinstance(text, str) for text in texts):
+            raise ValueError("body.messages has a content with a part that is no text.")
+        message = message | {"content": "".join(texts)}
+    return message
