@@ -265,6 +265,7 @@ def list_next_logprobs(
     hidden = jax.lax.optimization_barrier(hidden)
     logits = model.logits(model.params, hidden)
     check_model_logits("target.logits", logits, hidden)
+    check_num_listed("num_logprobs", num_listed, logits.shape[-1])
     rows = (logits, next_ids, jnp.float32(1), None)
     return list_top_logprobs(*rows, n=num_listed, row_invariant=model.row_invariant)
 

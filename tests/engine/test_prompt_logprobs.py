@@ -153,3 +153,5 @@ def test_rows_are_asked_for_when_the_engine_is_made():
         specjax.Engine(
             TARGET, None, num_slots=1, options=specjax.LoopOptions(9, prompt_logprobs=True)
         )
+    with pytest.raises(ValueError, match="num_logprobs is 9999 for a vocabulary of"):
+        make_engine(options=dataclasses.replace(OPTIONS, num_logprobs=9999))
