@@ -34,6 +34,7 @@ _NO_MATTER: dict[str, Reader] = {
     "user": fields.text,
     "safety_identifier": fields.text,
     "prompt_cache_key": fields.text,
+    "metadata": lambda _, value: value,
     "store": fields.constant(False),
     "logit_bias": fields.constant({}),
     "service_tier": fields.constant("auto", "default"),

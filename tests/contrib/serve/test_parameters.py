@@ -138,6 +138,7 @@ def test_a_chat_reads_both_limits_parts_of_text_and_schemas():
     schema = {"type": "object", "properties": {}}
     body = {
         "messages": [{"role": "developer", "content": [{"type": "text", "text": "a"}] * 2}],
+        "metadata": {"a": "b"},
         "max_tokens": 3,
         "max_completion_tokens": 4,
         "logprobs": True,
