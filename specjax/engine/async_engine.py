@@ -156,7 +156,7 @@ class AsyncEngine:
         engine._scheduler.queue.check_open()
         if any(other.engine is engine for other in list(_running)):
             raise RuntimeError("another AsyncEngine steps this engine; make another Engine.")
-        self.engine = engine
+        self.engine: Engine = engine
         self._thread = _StepThread(engine)
         self._thread.start()
         _running.add(self)

@@ -99,11 +99,7 @@ def _translate_message(message: object) -> object:
     if message.get("role") == "developer":
         message = message | {"role": "system"}
     if isinstance(parts := message.get("content"), list):
-        texts = [
-            x.get("text") if isinstance(x, dict) and x.get("type") == "text" else None
-            for x in parts
-        ]
-        if not all(isinstance(text, str) for text in texts):
+        if not all(isinstance(x, dict) and isinstance(x.get("text"), str) for x in parts):
             raise ValueError("body.messages has a content with a part that is no text.")
-        message = message | {"content": "".join(texts)}
+        message = message | {"content": "".join(x["text"] for x in parts)}
     return message
