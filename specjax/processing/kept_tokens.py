@@ -87,7 +87,7 @@ class KeptTokens(NamedTuple):
             )
         rows = [row[row >= 0] for row in ids]
         if self.mask is not None:
-            words = np.asarray(self.mask).reshape(len(rows), -1).astype("<u4")
+            words = np.asarray(self.mask).reshape(len(rows), self.mask.shape[-1]).astype("<u4")
             for row in np.flatnonzero(~is_whole):
                 bits = np.unpackbits(words[row].view(np.uint8), bitorder="little")
                 rows[row] = np.flatnonzero(bits).astype(np.int32)
@@ -165,7 +165,7 @@ def list_kept(
 ) -> KeptTokens:
     """Implements `kept_tokens` for checked arrays."""
     leading, vocab_size = logits.shape[:-1], logits.shape[-1]
-    temperature = temperature.reshape(*temperature.shape, *(1,) * (len(leading) - temperature.ndim))
+    temperature = temperature.reshape(temperature.shape + (1,) * (len(leading) - temperature.ndim))
     parsed = parse_temperature(jnp.broadcast_to(temperature, leading))
     if cutoff is None:
         cutoff = jnp.full(leading, -jnp.inf, jnp.float32)
@@ -251,7 +251,7 @@ def kept_logprobs(
         mask = as_array("kept.mask", mask)
         check_shape("kept.mask", mask, (*leading, -(-vocab_size // _BITS_PER_WORD)))
     temperature = parse_array("temperature", temperature, jnp.float32, (), leading, leading[:1])
-    temperature = temperature.reshape(*temperature.shape, *(1,) * (len(leading) - temperature.ndim))
+    temperature = temperature.reshape(temperature.shape + (1,) * (len(leading) - temperature.ndim))
     scale = parse_temperature(jnp.broadcast_to(temperature, leading)).scale
     scores = logits.astype(jnp.float32) * scale[..., None]
     return _normalize_over(scores, token_ids, KeptTokens(num_kept, ids, mask))
@@ -296,7 +296,7 @@ def _pack_bits(bits: jax.Array) -> jax.Array:
     """Returns bool [..., V] as words u32[..., ceil(V / 32)], as in `SamplingParams.allowed`."""
     spare = -bits.shape[-1] % _BITS_PER_WORD
     bits = jnp.pad(bits, [(0, 0)] * (bits.ndim - 1) + [(0, spare)])
-    bits = bits.reshape(*bits.shape[:-1], -1, _BITS_PER_WORD)
+    bits = bits.reshape(*bits.shape[:-1], bits.shape[-1] // _BITS_PER_WORD, _BITS_PER_WORD)
     values = jnp.left_shift(jnp.uint32(1), _iota(bits.shape).astype(jnp.uint32))
     return jnp.sum(jnp.where(bits, values, jnp.uint32(0)), axis=-1, dtype=jnp.uint32)
 
@@ -305,7 +305,8 @@ def _unpack_bits(words: jax.Array, vocab_size: int) -> jax.Array:
     """Returns words of 32 tokens as bool [..., V]."""
     shifts = _iota((*words.shape, _BITS_PER_WORD)).astype(words.dtype)
     bits = (words[..., None] >> shifts) & jnp.ones((), words.dtype)
-    return (bits != 0).reshape(*words.shape[:-1], -1)[..., :vocab_size]
+    bits = (bits != 0).reshape(*words.shape[:-1], words.shape[-1] * _BITS_PER_WORD)
+    return bits[..., :vocab_size]
 
 
 def _one_hot_words(words: jax.Array, token_ids: jax.Array) -> jax.Array:

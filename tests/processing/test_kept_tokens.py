@@ -143,3 +143,14 @@ def test_kept_logprobs_and_their_gradient_are_those_of_the_definition(with_mask)
     np.testing.assert_allclose(found, expected, atol=2e-6)
     np.testing.assert_allclose(gradient, slopes, atol=2e-6)
     assert not np.asarray(gradient)[3:].any()
+
+
+def test_one_row_without_axes_and_no_rows_have_sets():
+    logits = jnp.array([0.0, 1.0, 2.0])
+    kept = specjax.kept_tokens(logits, 2, cutoff=1.0, with_mask=True)
+    assert kept.token_ids.tolist() == [1, 2]
+    logprob = specjax.kept_logprobs(logits, 2, kept)
+    assert logprob.tolist() == pytest.approx(1 - np.log(np.e + np.e**2) + 1)
+    none = specjax.kept_tokens(jnp.zeros((0, 3)), 2, with_mask=True)
+    assert specjax.kept_logprobs(jnp.zeros((0, 3)), np.zeros(0, np.int32), none).shape == (0,)
+    assert [array.tolist() for array in none.to_csr()] == [[0], []]
