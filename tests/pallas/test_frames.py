@@ -10,13 +10,17 @@ from jax.experimental import pallas as pl
 
 import specjax
 from specjax import rules
+from specjax.implementation import Implementation
 from specjax.models import TransformerConfig, build
+from specjax.pallas.kernel_config import KernelConfig
 
 pytestmark = pytest.mark.once
 
 PACKAGE = str(pathlib.Path(specjax.__file__).parent)
 MAX_FRAMES = 7
 SMALL, LARGE, K, VOCAB = 3, 18, 2, 301
+# Batches of 18 requests take the schedule of large ones.
+INTERPRETED = Implementation("interpret", (KernelConfig(max_small_programs=40),))
 
 
 def make_draft(*lead):
@@ -27,7 +31,7 @@ def make_draft(*lead):
 OPTIONS = {
     "keys": jax.random.key(0),
     "positions": 0,
-    "options": specjax.Options(implementation="interpret"),
+    "options": specjax.Options(implementation=INTERPRETED),
 }
 
 
