@@ -1,7 +1,7 @@
 """An answer to a request for texts: it submits, waits or streams, and aborts if the client goes.
 
-    submit in a thread -> choices -> wait for all -> one object
-                                  -> chunks of all -> an event for each
+    read, submit in threads -> choices -> wait for all -> one object
+                                       -> chunks of all -> an event for each
 
 A client that goes is a message of `receive`: the work is cancelled, and its choices are closed. A
 client that reads slowly fills its socket: `send` waits, and tokens of that time share a chunk.
@@ -49,6 +49,7 @@ class TextAnswer:
       read: the body's parameters; called in a thread, as a body may be large.
       kind: of the answer's objects.
       executor: of the threads that read and submit.
+      schema_executor: of the threads that submit what has a JSON schema, which is slow to read.
     """
 
     def __init__(
@@ -57,9 +58,10 @@ class TextAnswer:
         read: Callable[[], Parameters],
         kind: type[Reply],
         executor: Executor,
+        schema_executor: Executor,
     ) -> None:
         self._service, self._read, self._kind = service, read, kind
-        self._executor = executor
+        self._executor, self._schema_executor = executor, schema_executor
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers, or stops when the client goes."""
@@ -85,18 +87,18 @@ class TextAnswer:
         finally:
             _close(choices)
 
-    def _in_thread(self, call: Callable[[], _T]) -> "asyncio.Future[_T]":
-        return asyncio.get_running_loop().run_in_executor(self._executor, call)
+    def _in_thread(
+        self, call: Callable[[], _T], executor: Executor | None = None
+    ) -> "asyncio.Future[_T]":
+        return asyncio.get_running_loop().run_in_executor(executor or self._executor, call)
 
     async def _submit(self) -> tuple[Parameters, list[Choice]]:
-        def submit() -> tuple[Parameters, list[Choice]]:
-            parameters = self._read()
-            return parameters, self._service.submit(parameters)
-
+        parameters = await self._in_thread(self._read)
+        executor = self._executor if parameters.schema is None else self._schema_executor
         # A thread cannot be cancelled: what it submits for a client that has gone is closed then.
-        future = self._in_thread(submit)
+        future = self._in_thread(functools.partial(self._service.submit, parameters), executor)
         try:
-            return await asyncio.shield(future)
+            return parameters, await asyncio.shield(future)
         except asyncio.CancelledError:
             future.add_done_callback(_close_submitted)
             raise
@@ -200,9 +202,9 @@ def _close(choices: Sequence[Choice]) -> None:
         choice.stream.close()
 
 
-def _close_submitted(future: "asyncio.Future[tuple[Parameters, list[Choice]]]") -> None:
+def _close_submitted(future: "asyncio.Future[list[Choice]]") -> None:
     if not future.cancelled() and future.exception() is None:
-        _close(future.result()[1])
+        _close(future.result())
 
 
 async def _until_disconnect(

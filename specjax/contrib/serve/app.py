@@ -34,6 +34,8 @@ __all__ = ["make_app"]
 
 # Threads that read bodies and encode prompts: a few, as they share the processor with the engine.
 _NUM_THREADS = 4
+# Reading a schema may take a second of a processor: others wait for it, and nothing else does.
+_NUM_SCHEMA_THREADS = 1
 
 
 def make_app(service: Service, *, api_key: str | None = None) -> ASGIApp:
@@ -46,13 +48,15 @@ def make_app(service: Service, *, api_key: str | None = None) -> ASGIApp:
       api_key: that requests name as `Authorization: Bearer KEY`; None asks for none.
     """
     executor = ThreadPoolExecutor(_NUM_THREADS, "specjax-serve")
-    routes = _Routes(service, executor)
+    schema_executor = ThreadPoolExecutor(_NUM_SCHEMA_THREADS, "specjax-serve-schema")
+    routes = _Routes(service, executor, schema_executor)
 
     @contextlib.asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
         yield
         await service.engine.aclose()
         executor.shutdown()
+        schema_executor.shutdown()
 
     text_routes: dict[str, tuple[Callable[[Any, Limits], Parameters], type[Reply]]] = {
         "/v1/completions": (read_completion, CompletionReply),
@@ -86,8 +90,9 @@ def make_app(service: Service, *, api_key: str | None = None) -> ASGIApp:
 class _Routes:
     """What each path answers."""
 
-    def __init__(self, service: Service, executor: Executor) -> None:
+    def __init__(self, service: Service, executor: Executor, schema_executor: Executor) -> None:
         self._service, self._executor = service, executor
+        self._schema_executor = schema_executor
         self._limits = service.limits
         self._created = int(time.time())
 
@@ -100,6 +105,7 @@ class _Routes:
             lambda: read(fields.parse_json(body), self._limits),
             kind,
             self._executor,
+            self._schema_executor,
         )
 
     async def _body(self, request: Request) -> bytes:

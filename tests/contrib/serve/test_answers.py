@@ -25,7 +25,9 @@ async def answer(service, executor, receive, send, **fields):
     def read():
         return read_completion(BODY | fields, service.limits)
 
-    await TextAnswer(service, read, CompletionReply, executor)({"type": "http"}, receive, send)
+    await TextAnswer(service, read, CompletionReply, executor, executor)(
+        {"type": "http"}, receive, send
+    )
 
 
 def texts_of(messages):

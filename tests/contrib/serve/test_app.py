@@ -5,6 +5,7 @@ import concurrent.futures
 import json
 import pathlib
 import socket
+import threading
 import time
 
 import numpy as np
@@ -188,6 +189,29 @@ def test_texts_follow_a_json_schema_that_is_read_once(served, monkeypatch):
     with pytest.raises(Exception, match="grammar") as error:
         chat(served, response_format=wrong)
     assert error.value.param == "response_format"
+
+
+def test_schemas_that_are_slow_to_read_hold_up_nothing_else(served, monkeypatch):
+    read, has_begun, may_end = served.service.matchers_of, threading.Event(), threading.Event()
+
+    def read_slowly(schema):
+        has_begun.set()
+        assert may_end.wait(60)
+        return read(schema)
+
+    monkeypatch.setattr(served.service, "matchers_of", read_slowly)
+    with concurrent.futures.ThreadPoolExecutor(6) as pool:
+        form = {"type": "json_object"}
+        answers = [pool.submit(chat, served, max_tokens=2, response_format=form) for _ in range(6)]
+        try:
+            assert has_begun.wait(60)
+            time.sleep(0.1)  # For the others to come.
+            assert encode(served, "hi")
+            assert complete(served, prompt="a", max_tokens=1).usage.completion_tokens == 1
+            assert not any(answer.done() for answer in answers)
+        finally:
+            may_end.set()
+        assert all(answer.result().usage.completion_tokens == 2 for answer in answers)
 
 
 def test_refusals_are_errors_of_the_client_with_the_name_of_the_field(served):
