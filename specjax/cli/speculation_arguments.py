@@ -90,7 +90,9 @@ def _parse_rule(text: str) -> StaticRule:
     name, _, numbers = text.partition(":")
     examples = [f"{name}:{example}" for name, (_, _, example) in _RULES.items()]
     if name not in _RULES:
-        hint = suggest(name, _RULES)
+        # The exact ones are methods.
+        method = suggest(name, _CHOICES["rejection_sample_method"])
+        hint = suggest(name, _RULES) or method.replace("mean", "mean rejection_sample_method")
         raise ValueError(f"rule is {text!r}; it needs to be like {' or '.join(examples)}.{hint}")
     make, kinds, example = _RULES[name]
     try:

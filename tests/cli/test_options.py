@@ -202,6 +202,7 @@ def test_the_command_shows_what_it_takes_of_the_generation_config(target, tmp_pa
         (["generate", "x", "--rejection-sample-method", "blok"], "'blok'; .*Did you mean block"),
         (["generate", "x", "--draft-sample-method", "greed"], "'greed'.*Did you mean greedy"),
         (["generate", "x", "--rule", "relax:1,2"], "'relax:1,2'.*Did you mean relaxed"),
+        (["generate", "x", "--rule", "standrad"], "mean --rejection-sample-method standard"),
         (["generate", "x", "--dtype", "bfloat61"], "is bfloat61; .*Did you mean bfloat16"),
         (["generate", "x", "--draft", "ngrm"], "ngrm, which is not a folder. Did you mean ngram"),
     ],
