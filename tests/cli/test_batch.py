@@ -25,6 +25,7 @@ from specjax.cli.batch.output_file import OutputFile
 from specjax.cli.batch.read_lines import _NUMBERS, PromptLine, read_lines
 from specjax.cli.model_pair import read_grammar, read_pair
 from specjax.config import SpeculativeConfig
+from specjax.engine.submission import _check_key
 
 pytestmark = pytest.mark.lenient
 
@@ -98,7 +99,10 @@ def test_a_refused_length_names_the_targets_limit_and_not_that_of_the_other_line
 
 
 def test_keys_of_lines_do_not_depend_on_what_jax_makes_by_default():
-    engine = types.SimpleNamespace(submit=lambda ids, key, **options: key)
+    def submit(ids, key, seed, **options):
+        return _check_key(key, seed)
+
+    engine = types.SimpleNamespace(submit=submit)
     pair = types.SimpleNamespace(target_config=TARGET)
     options = argparse.Namespace(max_new_tokens=20, temperature=1.0, stop=(), seed=3)
     job = run_batch.BatchJob(pair, None, None, None, [], options, None, {})
@@ -106,10 +110,19 @@ def test_keys_of_lines_do_not_depend_on_what_jax_makes_by_default():
     def key_of(values):
         return run_batch._submit(job, engine, PromptLine(2, None, [1], None, values))
 
-    wanted = jax.random.key(5), jax.random.fold_in(jax.random.key(3), 2)
+    high = jax.random.wrap_key_data(jnp.array([2**32 - 1, 7], jnp.uint32))
+    wanted = jax.random.key(5), high, jax.random.fold_in(jax.random.key(3), 2)
     with jax.default_prng_impl("rbg"):
-        keys = key_of({"seed": 5}), key_of({})
+        keys = key_of({"seed": 5}), key_of({"seed": 7 - 2**32}), key_of({})
     assert all(map(jnp.array_equal, keys, wanted))
+
+
+def test_a_lines_seed_may_have_64_bits_with_a_sign():
+    seeds = [-(2**63), -1, 2**32, 2**53 + 1, 2**63 - 1]
+    data = "\n".join(json.dumps({"prompt": "a", "seed": seed}) for seed in seeds)
+    lines, problems = read_lines(data.encode(), lambda _: [1])
+    assert not problems
+    assert [line.values["seed"] for line in lines] == seeds
 
 
 @pytest.mark.once
@@ -214,7 +227,8 @@ def test_the_lines_that_the_documentation_shows_are_read():
         ('{"prompt": "a", "temperature": NaN}', "temperature is nan; it needs a number"),
         ('{"prompt": "a", "temperature": -1}', "temperature is -1"),
         ('{"prompt": "a", "temperature": 1e400}', "temperature is inf; it needs a number"),
-        ('{"prompt": "a", "seed": 4294967296}', "seed is 4294967296"),
+        ('{"prompt": "a", "seed": 9223372036854775808}', "seed is 9223372036854775808"),
+        ('{"prompt": "a", "seed": -9223372036854775809}', "seed is -9223372036854775809"),
         *((f'{{"prompt": "a", "{name}": {10**401}}}', f"{name} is 1000") for name in _NUMBERS),
         ('{"prompt": "a", "stop": ["b", ""]}', "stop is"),
         ('{"prompt": "a", "id": [1]}', "id is"),

@@ -26,7 +26,7 @@ _OPTIONS = SAMPLING_OPTIONS | {"min_tokens": END_OPTIONS["min_tokens"]}
 _NUMBERS: dict[str, tuple[Any, float, float]] = {
     "max_new_tokens": (int, 1, 2**31 - 1),
     "temperature": (float, 0, MAX_TEMPERATURE),
-    "seed": (int, 0, 2**32 - 1),
+    "seed": (int, -(2**63), 2**63 - 1),
     **{name: (x.parse, *x.limits) for name, x in _OPTIONS.items() if x.limits},
 }
 

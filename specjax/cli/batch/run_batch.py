@@ -307,13 +307,15 @@ def _submit(job: BatchJob, engine: Engine, line: PromptLine) -> Request:
     sampling = {name: line.values[name] for name in SAMPLING_OPTIONS if name in line.values}
     if job.most_counted:
         sampling["grammar_state"] = job.most_counted - (_value(job, line, "min_tokens") or 0)
-    # JAX_DEFAULT_PRNG_IMPL may name another implementation, which noise is not defined for.
-    key = jax.random.key(_value(job, line, "seed"), impl="threefry2x32")
-    if "seed" not in line.values:
+    seed, key = line.values.get("seed"), None
+    if seed is None:
+        # JAX_DEFAULT_PRNG_IMPL may name another implementation, which noise is not defined for.
+        key = jax.random.key(job.options.seed, impl="threefry2x32")
         key = jax.random.fold_in(key, line.number)
     return engine.submit(
         np.array(line.token_ids, np.int32),
         key=key,
+        seed=seed,
         max_new_tokens=_value(job, line, "max_new_tokens"),
         temperature=_value(job, line, "temperature"),
         eos_token_ids=job.pair.target_config.eos_token_ids,
