@@ -31,7 +31,8 @@ def llguidance_matchers(
       Matchers that have read nothing.
 
     Raises:
-      ValueError: for a grammar that llguidance does not read, or no end-of-sequence token.
+      ValueError: for a grammar that llguidance does not read, a JSON schema that no text of the
+        vocabulary begins, or no end-of-sequence token.
       ImportError: if llguidance is not installed.
 
     Example:
@@ -60,8 +61,8 @@ def llguidance_reader(
       encode: as in `llguidance_matchers`.
 
     Raises:
-      ValueError: for no end-of-sequence token. The function raises it for a grammar that llguidance
-        does not read.
+      ValueError: for no end-of-sequence token. The function raises it for the grammars for which
+        `llguidance_matchers` does.
       ImportError: if llguidance is not installed.
     """
     try:
@@ -76,16 +77,23 @@ def llguidance_reader(
         n_vocab=len(vocabulary),
         eos_token=eos,
     )
-    return functools.partial(_matcher, llguidance.LLMatcher, tokenizer)
+    ends = sum(1 << token for token in eos)
+    return functools.partial(_matcher, llguidance.LLMatcher, tokenizer, ends)
 
 
-def _matcher(kind: Any, tokenizer: Any, grammar: str | Mapping[str, Any]) -> Matcher:
+def _matcher(kind: Any, tokenizer: Any, ends: int, grammar: str | Mapping[str, Any]) -> Matcher:
+    is_schema = not isinstance(grammar, str)
     if not isinstance(grammar, str):
         grammar = kind.grammar_from_json_schema(dict(grammar))
     is_error, messages = kind.validate_grammar_with_warnings(grammar, tokenizer)
     if is_error:
         raise ValueError(f"llguidance does not read the grammar: {messages[0]}")
     matcher: Matcher = kind(tokenizer, grammar, log_level=0)
+    # No JSON is empty; llguidance ends the text of a schema that refers to itself alone.
+    if is_schema and not int.from_bytes(matcher.compute_bitmask(), "little") & ~ends:
+        raise ValueError(
+            "the JSON schema lets no token begin a text; it may refer to itself alone."
+        )
     return matcher
 
 

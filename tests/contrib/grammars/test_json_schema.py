@@ -472,6 +472,8 @@ def test_two_hundred_prompts_give_valid_json_by_the_automaton_and_by_llguidance(
     )
     with pytest.raises(ValueError, match="llguidance does not read the grammar"):
         llguidance_matchers([{"type": "nothing"}], VOCABULARY, [EOS], letters)
+    with pytest.raises(ValueError, match="lets no token begin a text"):
+        llguidance_matchers([{"$ref": "#"}], VOCABULARY, [EOS], letters)
     with pytest.raises(ValueError, match="eos_token_ids is empty"):
         llguidance_matchers([], VOCABULARY, [], letters)
 

@@ -185,10 +185,12 @@ def test_texts_follow_a_json_schema_that_is_read_once(served, monkeypatch):
     for choice in answer.choices:
         value = json.loads(choice.message.content)
         assert value.keys() == {"a", "b"}
-    wrong = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "x"}}}
-    with pytest.raises(Exception, match="grammar") as error:
-        chat(served, response_format=wrong)
-    assert error.value.param == "response_format"
+    for schema, words in (({"type": "x"}, "grammar"), ({"$ref": "#"}, "may refer to itself")):
+        wrong = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+        with pytest.raises(Exception, match=words) as error:
+            chat(served, response_format=wrong)
+        assert error.value.status_code == 400
+        assert error.value.param == "response_format"
 
 
 def test_schemas_that_are_slow_to_read_hold_up_nothing_else(served, monkeypatch):
