@@ -349,10 +349,10 @@ def check_type(name: str, value: Any, kind: type, needed: str) -> None:
         raise ValueError(f"{name} is {type(value).__name__}; it needs {needed}.")
 
 
-def check_flag(name: str, value: Any) -> bool:
-    """Returns a static argument that is True or False, or raises `ValueError`."""
+def check_flag(name: str, value: Any, reason: str = ": it is compiled in") -> bool:
+    """Returns an argument that is True or False, or raises `ValueError` with the reason."""
     if not isinstance(value, bool | np.bool_):
-        raise ValueError(f"{name} is {value!r}; it needs True or False: it is compiled in.")
+        raise ValueError(f"{name} is {value!r}; it needs True or False{reason}.")
     return bool(value)
 
 

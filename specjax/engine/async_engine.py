@@ -287,7 +287,7 @@ class AsyncEngine:
         Raises:
           ValueError: for a timeout that is no number > 0.
         """
-        seconds = check_timeout(timeout) if check_flag("drain", drain) else 0.0
+        seconds = check_timeout(timeout) if check_flag("drain", drain, "") else 0.0
         self.engine._scheduler.queue.drain()
         if self._thread.is_alive():
             self._thread.commands.put(_Stop(time.monotonic() + seconds))

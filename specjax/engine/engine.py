@@ -324,7 +324,7 @@ class Engine:
           'aborted'
         """
         seconds = check_timeout(timeout)
-        if check_flag("drain", drain):
+        if check_flag("drain", drain, ""):
             self._scheduler.queue.drain()
             end = time.monotonic() + seconds
             while not self.is_closed and self.step() and time.monotonic() < end:

@@ -277,7 +277,7 @@ def _check_matcher(matcher: Matcher, limits: EngineLimits) -> MatchedText:
 
 def _check_listed(prompt_logprobs: bool, limits: EngineLimits) -> bool:
     """Returns whether a prompt is listed, or refuses that of an engine that cannot."""
-    if check_flag("prompt_logprobs", prompt_logprobs) and not limits.prompt_logprobs:
+    if check_flag("prompt_logprobs", prompt_logprobs, "") and not limits.prompt_logprobs:
         raise ValueError(
             "prompt_logprobs is True, and the engine was made without; it needs "
             "options=LoopOptions(num_logprobs=..., prompt_logprobs=True)."

@@ -319,6 +319,19 @@ def test_an_engine_without_a_thread_drains_too():
     engine.close(drain=True)
 
 
+def test_a_flag_of_a_call_that_is_no_flag_is_refused_without_a_reason_that_it_has_not():
+    engine = make_engine()
+    with serving(engine) as server:
+        for call in (
+            lambda: server.close(drain=1),
+            lambda: engine.close(drain=1),
+            lambda: server.submit(PROMPT, seed=0, prompt_logprobs=1),
+        ):
+            with pytest.raises(ValueError, match=r" is 1; it needs True or False\.$"):
+                call()
+        assert server.state == "running"
+
+
 @pytest.mark.parametrize("timeout", [0, -1, float("nan"), "1", True])
 def test_a_timeout_that_is_no_time_is_refused(timeout):
     with serving(make_engine()) as server:
