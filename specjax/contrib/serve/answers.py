@@ -155,8 +155,8 @@ def _events(reply: Reply, choice: Choice, chunk: StreamChunk, is_first: bool) ->
 
 def _usage(choices: Sequence[Choice], num_samples: int) -> dict[str, Any]:
     """Returns the counts of an answer; a prompt of several samples counts once."""
-    of_prompts = [choice.stream.usage for choice in choices[::num_samples]]
-    total = Usage.sum([choice.stream.usage for choice in choices])
+    of_prompts = [choice.usage for choice in choices[::num_samples]]
+    total = Usage.sum([choice.usage for choice in choices])
     num_prompt_tokens = sum(usage.prompt_tokens for usage in of_prompts)
     return total._replace(prompt_tokens=num_prompt_tokens).to_dict()
 

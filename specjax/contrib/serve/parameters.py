@@ -50,7 +50,8 @@ class Parameters(NamedTuple):
       prompts: texts or ids; those of a chat are one conversation, in `messages`.
       messages: each with a "role" and a "content"; empty for a completion.
       num_samples: n, of each prompt.
-      max_new_tokens: most tokens of each, or None for as many as there is room for.
+      max_new_tokens: most tokens of each, or None for as many as there is room for; 0 for an echo
+        alone.
       temperature: >= 0.
       sampling: fields of `SamplingParams`, by name.
       seed: or None for one that the server chooses.
@@ -92,11 +93,14 @@ def read_completion(value: object, limits: Limits) -> Parameters:
         "prompt": lambda name, value: _prompts(name, value, limits),
         "logprobs": _listed(limits),
         "echo": fields.flag,
+        "max_tokens": fields.number(0, 2**31 - 1, int),
         "best_of": _COUNT,
     }
     given = fields.read_fields(value, readers)
     if "prompt" not in given:
         raise ApiError("there is no prompt.", "prompt")
+    if given.get("max_tokens") == 0 and not given.get("echo"):
+        raise ApiError("max_tokens is 0; without echo it needs to be at least 1.", "max_tokens")
     if given.get("best_of", 1) > given.get("n", 1):
         raise ApiError(
             "best_of is more than n; this server returns every text that it makes.",

@@ -23,6 +23,7 @@ from specjax.decode.matchers import Matcher
 from specjax.engine.async_engine import AsyncEngine
 from specjax.engine.request import FinishReason, StreamChunk, openai_finish_reason
 from specjax.engine.request_stream import RequestStream
+from specjax.engine.usage import Usage
 from specjax.processing.sampling_params import SamplingParams
 
 __all__ = ["Choice", "Service"]
@@ -55,7 +56,14 @@ class Choice:
     ) -> None:
         self.index, self.stream = index, stream
         self._num_logprobs, self._echoed = parameters.num_logprobs, echoed
+        self._is_echo_alone = parameters.max_new_tokens == 0
         self._offsets = Offsets(texts)
+
+    @property
+    def usage(self) -> Usage:
+        """The counts of the text; those of an echo alone leave out the token behind it."""
+        usage = self.stream.usage
+        return Usage(usage.prompt_tokens, 0) if self._is_echo_alone else usage
 
     def whole(self) -> Part:
         """Returns all of a choice that has ended, from which no part was taken."""
@@ -72,6 +80,8 @@ class Choice:
         Raises:
           ApiError: if the choice ends otherwise than by its length, an end token or a stop string.
         """
+        if self._is_echo_alone:
+            chunk = chunk._replace(text="", token_ids=[], logprobs=[], top_logprobs=[])
         text, scores, offsets = chunk.text, None, list[int]()
         if self._num_logprobs is not None:
             scores = self._scores(chunk)
@@ -81,6 +91,8 @@ class Choice:
         text, self._echoed = (self._echoed or "") + text, None
         reason = chunk.finish_reason
         word = None if reason is None else _finish_reason(reason, chunk.error)
+        if word is not None and self._is_echo_alone:
+            word = "length"
         return Part(self.index, text, scores, offsets, word)
 
     def _scores(self, chunk: StreamChunk) -> list[TokenScore]:
@@ -192,7 +204,8 @@ class Service:
             elif value not in _OFF.get(name, (0,)):
                 raise ApiError(f"{name} is given; this server was started without it.", name)
         arguments = {
-            "max_new_tokens": parameters.max_new_tokens,
+            # The engine makes at least one token, which an echo alone leaves out.
+            "max_new_tokens": 1 if parameters.max_new_tokens == 0 else parameters.max_new_tokens,
             "temperature": parameters.temperature,
             "eos_token_ids": self.codec.eos_token_ids,
             "sampling": SamplingParams(**values) if values else None,

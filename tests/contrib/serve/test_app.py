@@ -143,6 +143,23 @@ def test_a_stream_echoes_what_a_whole_answer_does(served):
         assert values == getattr(whole.logprobs, name)
 
 
+def test_an_echo_without_new_tokens_is_the_prompt_alone(served):
+    arguments = {"prompt": PROMPT, "echo": True, "logprobs": 2, "seed": 1}
+    longer = complete(served, max_tokens=1, **arguments).choices[0].logprobs
+    answer = complete(served, max_tokens=0, n=2, **arguments)
+    for choice in answer.choices:
+        assert (choice.text, choice.finish_reason) == (PROMPT, "length")
+        assert choice.logprobs.tokens == longer.tokens[:-1]
+        assert choice.logprobs.token_logprobs == longer.token_logprobs[:-1]
+        assert choice.logprobs.text_offset == longer.text_offset[:-1]
+    assert answer.usage.completion_tokens == 0
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens == len(longer.tokens) - 1
+    del arguments["logprobs"]
+    parts = [x.choices[0] for x in complete(served, max_tokens=0, stream=True, **arguments)]
+    assert "".join(part.text for part in parts) == PROMPT
+    assert parts[-1].finish_reason == "length"
+
+
 def test_a_token_that_ends_the_text_is_listed_and_not_written(served, monkeypatch):
     ids = encode(served, PROMPT)
     first = complete(served, prompt=ids, max_tokens=1, temperature=0, logprobs=1).choices[0]
