@@ -149,7 +149,16 @@ def test_caches_go_back_to_where_another_conversation_begins_to_differ(kind, job
     assert conversation.ask("ab" * 20).num_prompt_tokens == answer_began
 
 
+@pytest.fixture
+def taken_interrupts():
+    """A process that takes SIGINT: shells start those of the background without it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.once
+@pytest.mark.usefixtures("taken_interrupts")
 def test_an_interrupted_answer_is_kept_and_the_next_turn_continues_it(job_of):
     conversation, shown = Conversation(job_of("model")), []
 
