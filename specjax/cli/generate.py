@@ -5,12 +5,13 @@ import contextlib
 import pathlib
 import time
 from collections.abc import Callable
+from concurrent import futures
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from specjax.cli.model_pair import ModelPair, describe_configs
+from specjax.cli.model_pair import ModelPair, describe_configs, load_pair, pair_shapes
 from specjax.cli.program_store import program_path
 from specjax.cli.stream_programs import StreamPrograms
 from specjax.config import SpeculativeConfig
@@ -41,6 +42,7 @@ __all__ = [
     "begin_programs",
     "check_job",
     "compare_with_plain",
+    "load_models",
     "stream_steps",
     "stream_text",
 ]
@@ -168,6 +170,22 @@ def begin_programs(job: GenerateJob) -> StreamPrograms:
         kind = repr((describe_configs(job.pair), job.drafter is None, types))
         path = program_path(job.folder, kind)
     return StreamPrograms(*job.models, requests, static, path)
+
+
+def load_models(job: GenerateJob) -> GenerateJob:
+    """Returns a job with its models; its programs are compiled while the weights are read.
+
+    A pair whose shapes are not known before it is read has no programs yet.
+    """
+    with futures.ThreadPoolExecutor(1) as pool:
+        weights = pool.submit(load_pair, job.pair)
+        shapes = pair_shapes(job.pair)
+        if shapes is not None:
+            target, drafter = shapes
+            programs = begin_programs(job._replace(target=target, drafter=drafter))
+            job = job._replace(programs=programs)
+        target, drafter = weights.result()
+    return job._replace(target=target, drafter=drafter)
 
 
 def _describe(argument: Any) -> str:

@@ -3,18 +3,21 @@
 import argparse
 import json
 import pathlib
-from concurrent import futures
 from typing import Any
 
 from specjax.cli.folders.pair_memory import report_memory
-from specjax.cli.generate import GenerateJob, begin_programs, compare_with_plain, stream_text
+from specjax.cli.generate import (
+    GenerateJob,
+    begin_programs,
+    compare_with_plain,
+    load_models,
+    stream_text,
+)
 from specjax.cli.json_report import json_report
 from specjax.cli.model_pair import (
     ModelPair,
     describe_configs,
     encode_prompt,
-    load_pair,
-    pair_shapes,
     read_sampling,
     render_chat,
     with_trained_k,
@@ -56,15 +59,7 @@ def read_jobs(
     inputs = {"config": config, "prompt_ids": [ids for _, ids in encoded], "sampling": sampling}
     inputs |= {"models": describe_configs(pair), "tokenizer": pair.tokenizer}
     check_same_inputs(options, inputs)
-    with futures.ThreadPoolExecutor(1) as pool:
-        weights = pool.submit(load_pair, pair)
-        shapes = pair_shapes(pair)
-        if shapes is not None:
-            target, drafter = shapes
-            programs = begin_programs(job._replace(target=target, drafter=drafter))
-            job = job._replace(programs=programs)
-        target, drafter = weights.result()
-    job = job._replace(target=target, drafter=drafter)
+    job = load_models(job)
     if len(texts) > 1 and job.programs is None:
         job = job._replace(programs=begin_programs(job))
     return [job._replace(text=text, prompt_ids=ids) for text, ids in encoded]

@@ -5,17 +5,14 @@ import contextlib
 import importlib
 import pathlib
 import sys
-from concurrent import futures
 from typing import Any
 
 from specjax.cli.chat.conversation import Answer, Conversation, choose_capacity
 from specjax.cli.folders.pair_memory import report_memory
-from specjax.cli.generate import GenerateJob, begin_programs
+from specjax.cli.generate import GenerateJob, begin_programs, load_models
 from specjax.cli.json_report import metrics_json
 from specjax.cli.model_pair import (
     ModelPair,
-    load_pair,
-    pair_shapes,
     read_sampling,
     render_chat,
     with_trained_k,
@@ -58,15 +55,7 @@ def read_chat(
         options.max_new_tokens = pair.target_config.max_position_embeddings - 1
     size = {"num_requests": 1, "max_length": capacity}
     report_memory(options, pair, config, terminal, **size)
-    with futures.ThreadPoolExecutor(1) as pool:
-        weights = pool.submit(load_pair, pair)
-        shapes = pair_shapes(pair)
-        if shapes is not None:
-            target, drafter = shapes
-            programs = begin_programs(job._replace(target=target, drafter=drafter))
-            job = job._replace(programs=programs)
-        target, drafter = weights.result()
-    job = job._replace(target=target, drafter=drafter)
+    job = load_models(job)
     # Compiled while the first message is written.
     return job if job.programs is not None else job._replace(programs=begin_programs(job))
 
