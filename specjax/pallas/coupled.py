@@ -120,8 +120,7 @@ def _draw_row(
             noise = BlockNoise(
                 address, jnp.int32(0), load_padded(gumbels, index, 0), schedule.threefry
             )
-        if schedule.options.implementation.row_invariant:
-            # By tiles, as a request without drafts is normalized.
+        if schedule.config.normalizes_by_tiles:
             tiles = load_tiles(partials, jnp.reshape(index, (1,)), jnp.ones((1,), bool))
             normalizer = jax.tree.map(jnp.sum, normalize(tiles, request.temperature.scale)[0])
         else:

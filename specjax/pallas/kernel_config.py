@@ -108,6 +108,8 @@ class KernelConfig:
       num_noise_splits: programs per row that make the noise of its blocks, in `gumbel_sample` and
         small batches of coupled sampling. A power of two, at most the padded number of blocks.
         0 leaves the noise to the draw; None chooses.
+      normalizes_by_tiles: whether coupled sampling normalizes a row by its tiles, in the order of a
+        request without drafts, instead of by its blocks.
       num_register_logits: candidates that a search holds in registers, a power of two: eight to a
         thread.
       num_buffered_logits: capacity of a row's buffer of candidates in memory, which is cut to
@@ -133,6 +135,7 @@ class KernelConfig:
     num_bound_groups: int = 32
     max_small_programs: int = 2560
     num_noise_splits: int | None = None
+    normalizes_by_tiles: bool = False
     num_register_logits: int = 2048
     num_buffered_logits: int = 32768
     small_reread_chunk: int = 64
@@ -174,6 +177,7 @@ class KernelConfig:
             num_judge_programs=1,
             max_small_programs=0,
             num_noise_splits=0,
+            normalizes_by_tiles=True,
         )
 
     def reduce_tile(self, num_rows: int, vocab_size: int) -> Tile:
