@@ -1,1 +1,1 @@
-"""What a server in OpenAI's protocol costs next to its engine, and what it leaves after a soak."""
+"""Times a server next to its engine, and counts the resources that a soak leaves taken."""

@@ -102,7 +102,7 @@ def tasks(folder: pathlib.Path) -> list[dict[str, Any]]:
 
 
 class Reference:
-    """What transformers says of the same tokens."""
+    """Scores and continues texts by transformers."""
 
     def __init__(self, folder: pathlib.Path) -> None:
         self._model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="float32")
@@ -141,7 +141,7 @@ class Reference:
 
 
 def compare(samples: dict[str, Any], reference: Reference) -> dict[str, Any]:
-    """What the server and transformers say differently, and the largest difference of values."""
+    """Returns the differences of the server from transformers: answers, and the largest value."""
     wrong: list[Any] = []
     worst, count = 0.0, 0
     for sample in samples["local_choices"]:

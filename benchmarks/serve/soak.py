@@ -116,7 +116,7 @@ async def soak(port: int, numbers: range, clients: int, seed: int) -> collection
 
 
 async def state(port: int, pid: int) -> dict[str, Any]:
-    """What runs and waits, and the memory and threads of the server, once nothing is left to do."""
+    """Returns the requests, memory, threads and files of a server without work."""
     deadline = time.monotonic() + 30
     while True:
         lines = [line.split() for line in (await ask(port, "/metrics")).splitlines()]
@@ -199,7 +199,7 @@ def server(folder: pathlib.Path) -> Iterator[tuple[int, int]]:
 
 
 def faults(record: dict[str, Any]) -> list[str]:
-    """What should not be so."""
+    """Returns the names of what the soak left taken, and of unexpected outcomes."""
     before, after = record["before"], record["after"]
     found = [name for name in ("running", "waiting") if after[name]]
     found += [name for name in ("threads", "files") if after[name] > before[name]]

@@ -117,7 +117,7 @@ def engine_round(engine: specjax.Engine, load: Load) -> dict[str, float]:
 
 
 def server_round(port: int, load: Load) -> dict[str, float]:
-    """The same of clients in a process of their own."""
+    """Returns the rates of one round of clients, which are another process."""
     body = {"prompt": [11] * load.prompt, "seed": 5, "max_tokens": load.text, "stream": True}
     body["stream_options"] = {"include_usage": True}
     arguments = [str(port), str(load.num_clients), json.dumps(body)]
