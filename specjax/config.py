@@ -75,11 +75,11 @@ class SpeculativeConfig:
       synthetic_acceptance_rates: K unconditional rates in [0, 1], non-increasing.
       synthetic_acceptance_length: in [1, K + 1], mean tokens per step, with the least variance.
       use_fp64_gumbel: noise in float64, which needs `jax_enable_x64`.
-      step_costs: K + 1 numbers > 0 for "auto", the time of a step that drafts and verifies
-        0, 1, ..., K tokens, relative to one another; `specjax sweep` measures them. They need not
-        rise: a measured table is taken as it is. `StepCosts` has the times of several batch sizes:
-        `generate` reads those of its batch, and an engine those of its slots. None is
-        `DEFAULT_STEP_COSTS`. Without "auto", None.
+      step_costs: K + 1 numbers > 0 for "auto", the time of a step that drafts and verifies 0, 1,
+        ..., K tokens, relative to one another; `specjax sweep` measures them. They need not rise.
+        `StepCosts` has the times of several batch sizes: `generate` reads the row of its batch
+        size, and an engine the row of its number of slots. None is `DEFAULT_STEP_COSTS`. Without
+        "auto", None.
       usual_acceptance_rate: in [0, 1] with "auto", how often a drafted token is accepted whose
         predecessors were, as `specjax sweep` measures it. An `Engine` takes the drafts of other
         slots to have it; `generate` and an engine by `k_by_load` do not read it. None is 0.55.
@@ -158,7 +158,7 @@ class SpeculativeConfig:
         return isinstance(self.num_speculative_tokens, _LargestK)
 
     def for_batch_size(self, batch_size: int) -> "SpeculativeConfig":
-        """Returns the config whose step costs are those of one batch size, plain numbers.
+        """Returns the config with plain numbers as step costs, for one batch size.
 
         Here alone a table of `StepCosts` is read.
 

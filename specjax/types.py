@@ -89,9 +89,9 @@ class RaggedDraft(_DraftMethods):
     """Drafted tokens of all requests laid end to end; a pytree.
 
     Request r owns drafted rows ``cu[r]:cu[r + 1]`` and target rows
-    ``cu[r] + r : cu[r + 1] + r + 1``, with ``cu = cu_num_draft_tokens``,
-    cumulative counts. The row after its `num_tokens` drafts decides the bonus. Rows past ``cu[B]``
-    are padding and change nothing. The emitted tokens are those of the padded form, `Draft`.
+    ``cu[r] + r : cu[r + 1] + r + 1``, with ``cu = cu_num_draft_tokens``, cumulative counts. The row
+    after its `num_tokens` drafts decides the bonus. Rows past ``cu[B]`` are padding and change
+    nothing. The emitted tokens equal those of the padded form, `Draft`.
 
     Attributes:
       token_ids: i32[N]. A -1 ends the drafted tokens of a request.
@@ -100,7 +100,7 @@ class RaggedDraft(_DraftMethods):
       max_draft_tokens: K, a Python int, static: the width of a result. A request with more has
         only its first K verified.
       logits: [S, V_d] in bf16, f16 or f32, raw draft logits, with S = N unless `rows` is given.
-        None means one-hot drafts everywhere. Of probabilities, their log at temperature 1.
+        None means one-hot drafts everywhere. For probabilities pass their log, at temperature 1.
       temperature: f32[B], as in `Draft`, as is every field below.
       logprobs: f32[N], or None.
       logsumexp: f32[N], or None.
@@ -161,9 +161,9 @@ class TreeDraft:
       parents: i32[B, N], the node above, or -1 for the root; parents come before children. A node
         with ``parents[v] >= v`` or below -1 is padding.
       max_depth: a Python int in [1, 1024], static. Nodes deeper than that are padding.
-      logits: [B, N + 1, V_d], raw, of rows as those of the target: row v + 1 is what v's children
-        were drawn from, before siblings were removed. The children of a row that is not a
-        distribution are one-hot. None is one-hot everywhere.
+      logits: [B, N + 1, V_d], raw, in the target's order of rows: v's children were drawn from row
+        v + 1, before siblings were removed. The children of a row that is not a distribution are
+        one-hot. None is one-hot everywhere.
       temperature: f32, [B] or scalar, that the nodes were sampled at. None is the request's own.
         0 is one-hot.
       cutoff: f32[B, N + 1], q is zero on draft logits below it. None keeps all.
@@ -294,9 +294,9 @@ class Model:
         0 is the embeddings. The states of the taps stand next to one another in `features`. None
         is a model that hands out none.
       placement: the `devices.placement.Placement` of a model that lies over devices, or None.
-      split_logits: `logits` that are not gathered, of a model whose vocabulary lies over the
-        `model` axis of its placement: [..., N * W] of N devices' W tokens each, N * W >= V,
-        those past V padding. Or None.
+      split_logits: `logits` without a gather, of a model with its vocabulary over the `model` axis
+        of its placement: [..., N * W] of N devices' W tokens each, N * W >= V, those past V
+        padding. Or None.
       reads_pieces: whether `apply` and `apply_with_taps` take `Pieces` for a cache, too. They then
         return the cache in it. A piece's bits may not depend on the other texts' pieces.
       row_invariant: whether the bits of a token's logits depend on its text alone: on no other

@@ -2,7 +2,7 @@
 
 Open `command` first: it parses the arguments and runs one of them.
 
-| module | what it holds |
+| module | contents |
 |---|---|
 | `option_table` | options as tables: how each is parsed, its limits, its help text, close matches |
 | `arguments`, `speculation_arguments` | the options and their checks |

@@ -74,7 +74,7 @@ class Rule:
       accept: of (lp, lq, u, row), bool.
       log_residual: of (lp, lq, row), unnormalised: any number may be added to all,
         up to what float32 rounds of the sums.
-      statistics: what is read of `row`: "max_logprob", "entropy", "rank".
+      statistics: fields of `row` that the functions read: "max_logprob", "entropy", "rank".
       greedy: whether greedy requests ask the rule, too, with lp at temperature 1. Else they accept
         the argmax.
 

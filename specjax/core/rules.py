@@ -131,7 +131,7 @@ def block() -> BuiltInRule:
     r"""Returns block verification, which accepts at least as many tokens as the standard rule.
 
     It is exact. The tokens of a draft are accepted together. A token that is likelier under the
-    target than under the draft makes up for one before it that is not.
+    target makes up for an earlier, less likely one.
 
     .. math:: \rho_i = \min(1, \rho_{i-1} p(x_i) / q(x_i)), \qquad
       Z_i = \sum \max(\rho_i p - q, 0), \qquad
@@ -171,10 +171,10 @@ def coupled() -> BuiltInRule:
       \text{ at (position} + i, \text{TARGET)}, \qquad x_i \text{ is accepted iff } x_i = y_i
 
     It is exact. The emitted tokens are :math:`y_0, y_1, \dots` up to the first disagreement: those
-    that `gumbel_sample` draws from these rows without a draft. A seeded text does not depend
-    on what drafted, so any tokens may be verified, and q is not read: of a draft the token ids and
+    that `gumbel_sample` draws from these rows without a draft. A seeded text does not depend on
+    what drafted, so any tokens may be verified, and q is not read: of a draft the token ids and
     their numbers count. An id outside [0, V) agrees with nothing. With `bonus_token_ids` the text
-    is no longer that of plain decoding.
+    differs from plain decoding's.
 
     Draft with the noise of the target: draft and target then agree often. `propose` with this rule
     does so, and so does ``gumbel_sample(..., stream=Stream.TARGET)`` with these keys and positions.
@@ -183,10 +183,10 @@ def coupled() -> BuiltInRule:
     .. math:: \sum_b M_b \sum_{v \in b} M_{v | b}, \qquad
       M_i = 1 / \sum_j \max(p_j / p_i, q_j / q_i)
 
-    No rule accepts more often than :math:`\sum \min(p, q)`, as the standard one does. Tokens
-    that were chosen without that noise, such as those of a greedy draft or prompt lookup, are
-    accepted with probability p(x), which is optimal. By another rule, tokens drawn on the target's
-    stream bias the output: a draft that says so, `Draft.on_target_stream`, is refused there.
+    No rule accepts more often than :math:`\sum \min(p, q)`, the rate of the standard rule. Tokens
+    chosen without that noise, by a greedy draft or prompt lookup, are accepted with probability
+    p(x). That is optimal. By another rule, tokens drawn on the target's stream bias the output: a
+    draft that says so, `Draft.on_target_stream`, is refused there.
 
     Returns:
       The value, static.

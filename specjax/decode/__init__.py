@@ -2,11 +2,11 @@
 
     pending draft -> target's K + 1 rows -> accepted tokens -> buffers -> next draft
 
-| module | what it holds |
+| module | contents |
 |---|---|
 | `generate`, `init_and_step` | public calls: whole texts, and one step at a time for streaming |
 | `score` | log-probabilities of given texts |
-| `row_invariance` | whether a model's rows depend on what is computed next to them |
+| `row_invariance` | whether a model's rows depend on their neighbours |
 | `compile/` | `generate`, compiled before the first prompt; programs in a file |
 | `prefill` | the prompts, read in chunks by one program whatever their length |
 | `step` | one step, as five calls |
@@ -16,13 +16,13 @@
 | `step_times` | `measure_step_costs`: times of steps, by which K = "auto" chooses |
 | `drafters`, `propose` | `Drafter`, three of them, `Models`; K tokens sampled from a draft model |
 | `commit` | emitted tokens in buffers; codes of origins and ends |
-| `request_batch`, `options` | checked arguments: arrays, and what is compiled in |
+| `request_batch`, `options` | checked arguments: arrays, and static options |
 | `state` | `DecodeState`, `Settings`, `StepInfo` |
 | `matchers` | `RowMasks`: masks of each row, by matchers on the host |
 | `metrics` | counts of steps |
-| `token_info`, `logprobs` | what is listed of each emitted token; listed log-probabilities |
+| `token_info`, `logprobs` | lists of each emitted token; listed log-probabilities |
 | `capacity`, `kinds` | sizes and padding of buffers; the key of a model's compiled programs |
-| `memory` | bytes of a slot, a step and a chunk, and what does not fit is refused |
+| `memory` | bytes of a slot, a step and a chunk; refuses a loop that does not fit |
 
 Open `step` first. Public calls check their arguments, and the other modules trust them.
 

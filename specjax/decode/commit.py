@@ -66,7 +66,7 @@ def commit(
       lengths: i32[B], how many of each request's tokens are committed.
       verification: `Verification` of the step.
       eos_token_ids: int, ints or one array i32[E], tokens that end a request; they are committed.
-        Under `jit` an argument has to be an array.
+        Under `jit` an argument must be an array.
       max_lengths: i32[B], at most L. None is L.
 
     Returns:

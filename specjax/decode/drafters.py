@@ -47,15 +47,15 @@ class Drafter:
         (Draft, state)`. `token_ids` holds the committed tokens. `hidden` is the target's hidden
         state that decided the last of them. `inputs` is a `DraftInputs`, which `specjax.propose`
         takes. Its `num_tokens` is at most r - 1 for a request with r tokens left. Where it is -1
-        the state stays as it is: the request is inactive or, where K is "auto", drafts nothing.
-        `config` is the static `SpeculativeConfig`. `implementation` is what the caller of the loop
-        named, or None. The output is exact whatever a drafter reads of this. A drafter that samples
+        the state does not change: the request is inactive or, with K = "auto", drafts nothing.
+        `config` is the static `SpeculativeConfig`. `implementation` is the loop's argument of this
+        name, or None. The output is exact whatever a drafter reads of this. A drafter that samples
         as the target does is accepted most. The draft's own `num_tokens` may be smaller, None, or
         -1. For an active request -1 is 0: only the loop ends requests.
       reads_features: whether `extend` is given `features[B, C, E]`, the target's hidden states of
         these tokens, else None. It is then called after each step, too, with the tokens that the
         target has read and the step has committed.
-      taps: A static ints; `features[B, C, A * E]` are then those of `Model.apply_with_taps`.
+      taps: A static ints; `features[B, C, A * E]` then come from `Model.apply_with_taps`.
       reads_pieces: whether `extend` takes `specjax.types.Pieces` for a state, too. It then returns
         the state in it.
     """

@@ -73,8 +73,8 @@ def memory_needs(
       target: a `Model`; of its parameters, only shapes and dtypes are read.
       drafter: a `Drafter`, or None.
       batch_size: B, requests of `generate` or slots of an `Engine`, a Python int >= 1.
-      options: `LoopOptions`. Its `max_length` is needed. What it lists of each token counts as
-        buffers of whole texts, which slots of an engine do not have.
+      options: `LoopOptions`. Its `max_length` is needed. Its listed log-probabilities and kept
+        tokens count as buffers of whole texts, which slots of an engine do not have.
       sampling: `SamplingParams` with any values in the fields that requests have, or None.
       config: a `SpeculativeConfig`. None is the default one.
 

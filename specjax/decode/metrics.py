@@ -20,7 +20,7 @@ class Metrics(NamedTuple):
       num_emitted: i32[B], tokens emitted in these steps and committed.
       num_drafted: i32[B, K], for each position of a draft, the steps that drafted a token there.
         A position after the end of the text does not count.
-      num_accepted: i32[B, K], for each position, those of these steps that accepted the token.
+      num_accepted: i32[B, K], for each position, how many of these steps accepted the token.
     """
 
     num_steps: jax.Array

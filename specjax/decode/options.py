@@ -47,8 +47,8 @@ class LoopOptions:
     Attributes:
       max_length: S, the tokens of a request that the buffers and caches have room for, a Python
         int. None is the next power of two, at least 128, that fits the prompts and
-        `max_new_tokens`, and at most what the target's positions take. Programs are compiled for
-        a capacity and a batch size. Within them, prompts of other lengths, other
+        `max_new_tokens`, and at most the number of the target's positions. Programs are compiled
+        for a capacity and a batch size. Within them, prompts of other lengths, other
         `max_new_tokens`, end-of-sequence ids and sampling values compile nothing. Tokens do not
         depend on `max_length`.
       prefill_chunk_size: tokens of a prompt that the models read at once, a Python int >= 1. It
@@ -59,9 +59,9 @@ class LoopOptions:
       logprobs_mode: "raw" lists the model's distribution at temperature 1, "processed" the
         distribution that was sampled from. `Generation.logprobs` are always of the second.
       max_kept_tokens: M, most ids listed of the tokens that could be sampled in the place of each
-        generated token, a Python int in [1, V]. The sets are what a trainer needs for an importance
-        ratio; see `KeptTokens`. `generate` refuses a set of more tokens, and an engine gives its
-        mask. None lists none. A custom `rule` and "synthetic" refuse it.
+        generated token, a Python int in [1, V]. A trainer needs the sets for an importance ratio;
+        see `KeptTokens`. `generate` refuses a set of more tokens, and an engine gives its mask.
+        None lists none. A custom `rule` and "synthetic" refuse it.
       implementation: of verification, cutoffs and drafts, as in `rejection_sample`. A name is
         passed to `drafter.propose` too. A model chooses the kernels of its own layers.
       prompt_logprobs: whether `num_logprobs` tokens are listed for prompts' tokens, too, from the

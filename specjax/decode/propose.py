@@ -44,7 +44,7 @@ _StepFn = Callable[[Any, jax.Array, jax.Array], tuple[jax.Array, Any]]
 
 
 class DraftInputs(NamedTuple):
-    """The requests of a batch as a drafter sees them: where, by which noise and how to draft.
+    """The requests of a batch for a drafter: positions, keys, lengths, temperatures and sampling.
 
     Attributes:
       keys: typed threefry keys, [B] or ().
@@ -102,9 +102,8 @@ def propose(
       num_tokens: K, a Python int >= 1.
       draft_sample_method: "probabilistic" samples; "greedy" takes the argmax, which is verified
         as a one-hot draft, and keeps no logits.
-      rule: that of the verification. For `rules.coupled` the draft is drawn on ``Stream.TARGET``,
-        with the target's own noise, and says so: it has tokens, the temperature and
-        `on_target_stream`.
+      rule: the verification's. For `rules.coupled` the draft is drawn on ``Stream.TARGET``, with
+        the target's own noise, and says so: it has tokens, the temperature and `on_target_stream`.
       token_map: i32[V_d], distinct ids of the target, one per column of the logits. `step_fn` is
         fed target ids, and `inputs` are by these. None is the column's own.
       vocab_size: V of the target, a Python int; with `token_map` alone.

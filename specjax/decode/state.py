@@ -111,7 +111,7 @@ class DecodeState(NamedTuple):
 
     @property
     def token_info(self) -> TokenInfo:
-        """What is listed of the committed tokens, [B, S, ...]."""
+        """The lists of the committed tokens, [B, S, ...]."""
         return TokenInfo(*(getattr(self, name) for name in TokenInfo._fields))
 
     @property

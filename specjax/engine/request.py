@@ -115,7 +115,7 @@ class Piece(NamedTuple):
 
 
 class StreamChunk(NamedTuple):
-    """What a request gained since the chunk before, and whether it has ended.
+    """A request's new tokens since the chunk before, and whether it has ended.
 
     The lists have an entry for each new token. Exactly one chunk of a request, the last, has a
     `finish_reason`.

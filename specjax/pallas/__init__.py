@@ -7,11 +7,11 @@ logits by tiles, at temperature τ, to pairs
     m = max x        l = sum exp((x - m) / τ)
 
 of blocks (`blocks`; sub-blocks of 32 in cutoffs). In sampling and verification the pairs merge into
-log-probabilities, and a token is drawn by two-level Gumbel-max (`gumbel_max`). The arithmetic is
-that of `specjax.core`. Open `sample` first, then `verify`, `target_rows`, `next_token` and
-`emit_tokens` in this order.
+log-probabilities, and a token is drawn by two-level Gumbel-max (`gumbel_max`). The arithmetic is in
+`specjax.core`. Open `sample` first, then `verify`, `target_rows`, `next_token` and `emit_tokens` in
+this order.
 
-| module | what it holds |
+| module | contents |
 |---|---|
 | `sample` | `gumbel_sample` |
 | `verify` | the launches of a call of the verifiers; a rule in the kernels |

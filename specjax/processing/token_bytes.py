@@ -16,8 +16,8 @@ _KINDS = ("ByteFallback", "ByteLevel", "Metaspace", "WordPiece")
 def token_bytes(tokenizer: Any, vocab_size: int | None = None) -> list[bytes]:
     r"""Returns the bytes of every token, empty for special tokens and for ids without a token.
 
-    They are what the tokenizer's decoder writes for the token after another one. At the beginning
-    of a text some decoders leave out a space.
+    These are the bytes that the tokenizer's decoder writes for the token after another one. At the
+    beginning of a text some decoders leave out a space.
 
     Args:
       tokenizer: a `tokenizers.Tokenizer`. Its decoder is of kind ByteLevel (as in GPT-2, Llama 3

@@ -69,8 +69,8 @@ def rejection_sample(
     Args:
       draft: `Draft` with token arrays [B, K], K >= 0, logits [S, K, V_d]; or `RaggedDraft`, of
         requests laid end to end, with token arrays [N], logits [S, V_d].
-      target_logits: [B, K + 1, V], bf16, f16 or f32, raw. Row i decides drafted token i,
-        the row after the last drafted token the bonus. Of a `RaggedDraft` [N + B, V].
+      target_logits: [B, K + 1, V], bf16, f16 or f32, raw. Row i decides drafted token i, the row
+        after the last drafted token the bonus. With a `RaggedDraft` [N + B, V].
       keys: typed threefry keys, [B] or (). With () each request folds in its index; inside
         `shard_map` pass [B], because every shard counts its requests from 0.
       positions: i32, [B] or scalar: row i decides the token at absolute position
@@ -86,9 +86,9 @@ def rejection_sample(
         `synthetic` accepts at given rates, others are looser. Or a `Rule` of your own.
       greedy_logprobs: bool, static, whether greedy requests get log-probabilities. False leaves
         them 0, and exponentiates no logit of a greedy request.
-      options: `Options`, static. Its `axis_name` is that of `target_logits` and `draft.logits`,
-        which then have the same tokens on a device; without a `Rule` and `draft.token_map`. With
-        them None gathers rows that a sharding splits.
+      options: `Options`, static. Its `axis_name` is the vocabulary axis of `target_logits` and
+        `draft.logits`, which then have the same tokens on a device. It does not go with a `Rule` or
+        `draft.token_map`: with these pass None, which gathers rows that a sharding splits.
 
     Returns:
       `Verification`. A request emits `num_accepted + 1` tokens. The last one is missing where

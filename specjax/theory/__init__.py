@@ -12,7 +12,7 @@ With p the target's probabilities of the next token and q the draft's:
     best_k                     the K with the most tokens per second
     step_costs.StepCosts       times of steps by batch size and K, interpolated
 
-What has few numbers is computed by NumPy in float64. `acceptance_rate`, `acceptance_lengths` and
+Functions of few numbers compute with NumPy in float64. `acceptance_rate`, `acceptance_lengths` and
 `best_k` also take arrays of JAX and may be traced. The decode loop, the command and the benchmarks
 may import this room.
 

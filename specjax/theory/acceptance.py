@@ -17,7 +17,7 @@ def acceptance_rate(p: Any, q: Any) -> Any:
 
     Args:
       p: f32[..., V] or f64, the target's probabilities at the request's temperature and cutoff.
-      q: as p, the draft's. Checked where values are known, that is not under a trace.
+      q: as p, the draft's. Values are checked outside a trace.
 
     Returns:
       [...] in [0, 1]; f64, or an array of JAX from one.

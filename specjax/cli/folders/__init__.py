@@ -1,6 +1,6 @@
 """What the folders of a pair say before their weights are read.
 
-| module | what it holds |
+| module | contents |
 |---|---|
 | `hub_cache` | the folder of a name such as Qwen/Qwen3-0.6B, in the local cache of the hub |
 | `generation_config` | sampling parameters, for options that are not given |

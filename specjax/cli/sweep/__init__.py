@@ -2,7 +2,7 @@
 
 Open `run_sweep` first: it loads the pair, calls the others and prints.
 
-| module | what it holds |
+| module | contents |
 |---|---|
 | `measure` | the pair's acceptance, and times of a step for every K = 0, 1, ... |
 | `choice` | the best K, and its certainty |

@@ -3,7 +3,7 @@
     body -> `parameters` -> `service` -> engine -> `service` -> `responses` -> events
               `fields`       `codec`              `token_scores`  `answers`
 
-| module | what it holds |
+| module | contents |
 |---|---|
 | `app` | the routes, an application of Starlette |
 | `answers` | an answer to a request for texts: waits, streams, aborts if the client leaves |

@@ -18,12 +18,13 @@ __all__ = ["group_lookup_drafter"]
 def group_lookup_drafter(groups: Any, *, max_ngram: int = 3, min_ngram: int = 1) -> Drafter:
     """Returns a drafter by lookup in the prompts and outputs of all requests of a group.
 
-    The last n tokens of a request are searched in its own text and in those of its group, n from
+    The last n tokens of a request are searched in its own text and the texts of its group, n from
     `max_ngram` down to `min_ngram`. The occurrence with the most tokens after it wins, counted up
     to K. Among equals one in the request's own text wins, then the latest. Drafts are one-hot.
 
     A draft depends on the texts of other requests. So a request's tokens do, too, but their
-    distribution does not. Greedy requests, and those of the method "coupled", keep their tokens.
+    distribution does not. Greedy requests, and all requests of the method "coupled", keep their
+    tokens.
 
     Args:
       groups: i32[B], the number of each request's group. It is data: a change compiles nothing.

@@ -41,7 +41,7 @@ class SpecRollout(_BaseRollout):
     """A rollout engine of google-tunix 0.1.7 that decodes with speculation.
 
     ``ClusterConfig(rollout_engine=functools.partial(SpecRollout, drafter=...))`` uses it instead of
-    "vanilla". Prompts, outputs and their padding are those of tunix's own sampler. Text follows the
+    "vanilla". Prompts, outputs and their padding are as in tunix's own sampler. Text follows the
     policy's distribution exactly, whatever drafts. Parameters are arguments of the compiled
     programs: new ones compile nothing.
 
@@ -53,7 +53,7 @@ class SpecRollout(_BaseRollout):
         until `update_params` replaces them: a trainer that shares it sends nothing.
       tokenizer: tunix's, with `encode`, `decode`, `bos_id`, `eos_id` and `pad_id`.
       mesh: of rollouts. Arrays on other devices are copied there. None leaves them in place.
-      rollout_config: of training. Its temperature is that of `get_per_token_logps`.
+      rollout_config: of training. `get_per_token_logps` uses its temperature.
       drafter: a `Drafter`, or a function that returns one from the policy as a `Model`, for example
         with a draft head. "previous_policy" drafts with the policy before the last change of its
         parameters. "group_lookup" is `group_lookup_drafter` over equal prompts of a call. None is

@@ -1,6 +1,6 @@
 """Compiled programs that outlive a process: `compile_generate`, its files, JAX's cache folder.
 
-| module | what it holds |
+| module | contents |
 |---|---|
 | `compile_generate` | `generate`, compiled before the first prompt; open it first |
 | `saved_programs` | a file of compiled programs |

@@ -18,12 +18,12 @@ def enable_compilation_cache(
     """Keeps compiled programs in a folder, which this and later processes read.
 
     Reading saves compilation, not tracing and lowering. `compile_generate` reads and writes the
-    cache, too; what its `save` keeps is not even traced. JAX runs what it reads: others must not be
-    able to write to the folder. `JAX_ENABLE_COMPILATION_CACHE=0` turns every cache off.
+    cache, too; what its `save` keeps is not even traced. JAX runs programs from the folder: others
+    must not be able to write there. `JAX_ENABLE_COMPILATION_CACHE=0` turns every cache off.
 
     Args:
-      folder: created if it is absent. None is the folder that JAX already uses, which
-        `JAX_COMPILATION_CACHE_DIR` names. Without one it is the folder of the `specjax` command:
+      folder: created if it is absent. None is JAX's own folder, named by
+        `JAX_COMPILATION_CACHE_DIR`. Without one it is the folder of the `specjax` command:
         `$XDG_CACHE_HOME/specjax/HOST`, by default `~/.cache/specjax/HOST`. HOST names the host and
         its processor, because programs compiled for another processor may crash.
       min_compile_seconds: programs that compile in less are not kept, a float >= 0. A folder that

@@ -59,7 +59,7 @@ _fold_in_rows = jax.jit(fold_in_rows, static_argnames="size")
 class CompiledGenerate:
     """The programs of `generate` for one batch size, one capacity and one set of rules.
 
-    A call takes `generate`'s arguments that are data, returns what it returns, compiles nothing.
+    A call takes the data arguments of `generate`, returns a `Generation`, and compiles nothing.
 
     Attributes:
       batch_size: B.

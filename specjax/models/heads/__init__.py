@@ -3,7 +3,7 @@
 A head reads the target's residual stream after some layers, its taps. Open `eagle3` first. Modules
 that are named after neither kind serve both.
 
-| module | what it holds |
+| module | contents |
 |---|---|
 | `eagle3` | EAGLE-3: variants, forward pass, and a head over its own outputs, for training |
 | `dflash` | DFlash: variants, forward pass over a block |

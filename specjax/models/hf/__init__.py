@@ -2,7 +2,7 @@
 
 Open `checkpoint` first: it holds `load`, `save` and `load_tokenizer`.
 
-| module | what it holds |
+| module | contents |
 |---|---|
 | `config_json`, `config_fields`, `rope_fields` | `config.json` to `TransformerConfig` and back |
 | `weight_map`, `mapped_tensors` | names and shapes of tensors; files mapped into memory |

@@ -10,10 +10,10 @@ and q_j are the rows of target and draft after it. The longest accepted prefix i
 The next token is drawn from the residual max(rho_j p_j - q_j, 0), or from p_K. A prefix is open
 while bounds of Z_j neither accept nor reject it.
 
-| module | what it holds |
+| module | contents |
 |---|---|
 | `verify` | the launches and their kernels |
-| `request_status` | what a launch stores for the next |
+| `request_status` | values that a launch stores for the next |
 | `judge` | rho of a request's prefixes, and the prefixes that the next drafted token decides |
 | `bounds` | bounds of an open prefix, from the heaviest blocks of its row |
 | `bonus_row` | the row after a draft that is accepted whole |

@@ -10,11 +10,11 @@ Device d of D has tokens `d * width : (d + 1) * width` of every row, and launche
 
 `gumbel_sample` and `rules.coupled` need one gather: a device's scores are known up to its mass.
 
-Blocks, token ids and noise are those of whole rows. A draw by Gumbel-max is a maximum over blocks,
-so a row's draw is the best of its devices' draws. Whether a residual is empty is known only after
-the sum over devices, so each device also sends a fallback token.
+Blocks, token ids and noise equal those of whole rows. A draw by Gumbel-max is a maximum over
+blocks, so a row's draw is the best of its devices' draws. Whether a residual is empty is known only
+after the sum over devices, so each device also sends a fallback token.
 
-| module | what it holds |
+| module | contents |
 |---|---|
 | `verify` | the launches, the messages between them, and the calls that they serve |
 | `shared_rows` | the statistics of rows that devices exchange, and their views in a kernel |
