@@ -1,4 +1,4 @@
-"""What a GPU benchmark records of repeated runs, ours and vLLM's alike."""
+"""The record of repeated runs of a GPU benchmark, for ours and vLLM's."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""How acceptance falls with temperature on the pair that ships: counted, and as the laws say.
+"""Acceptance of the embedded pair against temperature: counted, and computed as sum min(p, q).
 
 python examples/acceptance_vs_temperature.py --out acceptance_vs_temperature.png
 
@@ -34,7 +34,7 @@ PROMPTS = (
 
 @jax.jit
 def overlaps(pair, token_ids: jax.Array, temperature: jax.Array) -> jax.Array:
-    """sum min(p, q), [B, L], of the token behind each place."""
+    """sum min(p, q), [B, L], of the token after each place."""
     size, length = token_ids.shape
     places = jnp.broadcast_to(jnp.arange(length), (size, length))
     laws = []

@@ -2,12 +2,12 @@ r"""Gumbel noise in float32 and float64, flat and in two levels: time, and the e
 
 python examples/gumbel_fp32_vs_fp64.py --out gumbel_fp32_vs_fp64.png
 
-The error is not sampled but computed from the arithmetic itself. One likely token stands against
-V - 1 rare ones of equal probability. For many values of the likely token's noise, bisection over
-the random words finds how many of them let a rare token win: that is the law of the sampler,
-rounding and all, and its distance from the law asked for is the total variation shown.
+The error is computed from the arithmetic itself, without samples. One likely token competes with
+V - 1 rare ones of equal probability. For many values of the likely token's noise, bisection over the
+random words counts those with which a rare token wins. That gives the sampler's distribution, with
+all rounding. The error is its total variation from the requested distribution.
 
-On a GPU it also times both noises on the kernels, call behind call in one jitted loop.
+On a GPU it also times both noises on the kernels, call after call in one jitted loop.
 """
 
 import argparse
@@ -103,7 +103,7 @@ def win_error(name: str, num_rare: jax.Array, ratio: jax.Array, num_nodes: int) 
 
 
 def total_variation(scheme: str, vocab_size: int, rare: float, num_nodes: int) -> float:
-    """Total variation of a sampler's law from the one asked for; each rare token has `rare`."""
+    """Total variation of a sampler from the requested distribution; each rare token has `rare`."""
     name, levels = SCHEMES[scheme]
     likely = 1 - (vocab_size - 1) * rare
 

@@ -53,7 +53,7 @@ class Judged(NamedTuple):
 
 
 class Step(NamedTuple):
-    """Judged tokens of a request, and the token after them with what it is drawn from."""
+    """Judged tokens of a request, the next token, and the distribution that it is drawn from."""
 
     judged: list[Judged]
     weights: np.ndarray  # before they are divided by their sum

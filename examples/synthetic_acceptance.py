@@ -1,4 +1,4 @@
-"""Synthetic acceptance: the three ways to ask for it, what is measured, and what it is worth.
+"""Synthetic acceptance: its three options, the measured acceptance, and the speed there.
 
 python examples/synthetic_acceptance.py
 

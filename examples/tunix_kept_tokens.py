@@ -1,10 +1,10 @@
-"""A policy gradient with tunix's transformers whose ratio is over the tokens that top-k kept.
+"""A policy gradient with tunix's transformers, with its ratio over the tokens kept by top-k.
 
 pip install 'specjax[tunix]'
 python examples/tunix_kept_tokens.py
 
-The texts are drawn with top-k. Log-probabilities over all tokens would miss what was cut: the ratio
-of a policy to itself would not be 1. `kept_logprobs` normalises over the sets of the rollout.
+The texts are drawn with top-k. With log-probabilities over all tokens the ratio of a policy to
+itself would not be 1. `kept_logprobs` normalises over the sets of the rollout.
 """
 
 import argparse

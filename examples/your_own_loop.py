@@ -22,7 +22,7 @@ class Decoder(nn.Module):
 
     @nn.compact
     def __call__(self, token_ids: jax.Array) -> jax.Array:
-        """Logits [B, L, V] of the token behind each place."""
+        """Logits [B, L, V] of the token after each place."""
         places = self.param("places", nn.initializers.normal(0.5), (ROOM, self.width))
         x = nn.Embed(VOCAB_SIZE, self.width, embedding_init=nn.initializers.normal(1.0))(token_ids)
         x = x + places[None, : token_ids.shape[1]]
@@ -36,7 +36,7 @@ MODEL = Decoder()
 
 
 def logits_at(params, token_ids: jax.Array, places: jax.Array) -> jax.Array:
-    """Logits behind the tokens at `places` [B, n]; what stands further on is never seen."""
+    """Logits after the tokens at `places` [B, n]; later tokens are never read."""
     logits = MODEL.apply(params, jnp.maximum(token_ids, 0))
     return jnp.take_along_axis(logits, places[..., None], axis=1)
 
@@ -49,7 +49,7 @@ def draft_step(params, token_ids, fed, positions):
 
 
 def through_probabilities(draft: specjax.Draft) -> specjax.Draft:
-    """The same draft from somebody who has probabilities and no logits."""
+    """Makes this draft from probabilities, without logits."""
     warm = draft.temperature[:, None, None] > 0
     scale = jnp.where(warm, draft.temperature[:, None, None], 1)
     one_hot = jax.nn.one_hot(draft.token_ids, VOCAB_SIZE)

@@ -1,4 +1,4 @@
-"""Times the command in processes of its own: to the first text, to the end, and what it waits for.
+"""Times the command in processes of its own: to the first text, to the end, and in its parts.
 
 python -m benchmarks.cpu.cold_start --against ../before --out benchmarks/results/cpu_cold_start.json
 

@@ -1,4 +1,4 @@
-"""What is timed: verification and sampling, what JAX offers, and their distributions."""
+"""The timed functions: verification and sampling, JAX's own functions, and their distributions."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple

@@ -4,9 +4,9 @@ python -m benchmarks.cpu.grammar --tiktoken qwen.tiktoken --out benchmarks/resul
 
 Each grammar is made in a process of its own, whose memory is counted whole: Python, jax and the
 vocabulary among it. Bounds are of the seconds of a processor, as others may share it. One
-vocabulary is of numbered words; one of pieces that are harder than a language's: of 1 to 128 bytes,
-runs of one letter, and bytes of characters that are cut.
-`--tiktoken` names a file of a real vocabulary, a base64 token and its id in each line.
+vocabulary has numbered words. One has pieces that are harder than a language's: 1 to 128 bytes,
+runs of one letter, and bytes of cut characters. `--tiktoken` names a file of a real vocabulary, a
+base64 token and its id in each line.
 """
 
 import argparse

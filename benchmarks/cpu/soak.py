@@ -3,14 +3,13 @@
 python -m benchmarks.cpu.soak --out benchmarks/results/cpu_soak.json
 
 A table is the model, of the last token and of the sum of all. Requests are of a few kinds, each
-decoded alone first; a seed draws which kind comes when, and which is cancelled or preempted.
-Wrong would be: a text that is not the kind's, a slot that is not empty at the end, an array that is
-left on the device, a request that begins before one that came earlier, ends never or ends twice.
+decoded alone first. A seed draws their order, and which of them are cancelled or preempted. These
+are faults: a wrong text for the kind, an occupied slot or a new array on the device at the end, a
+request that begins before an earlier one, never ends or ends twice.
 
-Half as many requests then meet faults: panics of the tokenizer and of matchers, errors of programs
-before they take what they are given, and signals (SIGINT and SIGTERM) whose handlers raise. An
-engine whose program fails after that, one engine for each such program, has to end all of its
-requests and say so.
+Half as many requests then meet errors: panics of the tokenizer and of matchers, errors of programs
+before they take their operands, and signals (SIGINT and SIGTERM) with handlers that raise. If a
+program fails after it took its operands, its engine must end all of its requests as `engine_error`.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Cases of the GPU benchmarks by name: what is called, how it is compiled, and its data."""
+"""Cases of the GPU benchmarks by name: the call, its compilation, and its data."""
 
 from typing import NamedTuple
 

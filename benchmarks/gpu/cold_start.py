@@ -2,8 +2,8 @@
 
 python -m benchmarks.gpu.cold_start --out benchmarks/results/h200_cold_start.json
 
-Every case is a process of its own, once with an empty compilation cache and once with what the
-first wrote. Weights are made before the clock starts.
+Every case is a process of its own, once with an empty compilation cache and once with the first
+run's cache. Weights are made before the clock starts.
 """
 
 import argparse

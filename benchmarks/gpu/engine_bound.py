@@ -2,10 +2,11 @@
 
     bound = sum of chunk_ms[row length]  +  sum over steps of step_ms(tokens in all slots then)
 
-Chunks are timed in rows of each length, steps with empty slots and with slots of unequal lengths,
-as the queue's are: attention takes longer for them than for as many tokens in equal rows. No host
-waits between. What lies between two sums of lengths is interpolated. Copies of rows into slots
-count nothing. In which step a request has a slot follows from how many steps each took.
+Chunks are timed in rows of each length. Steps are timed with empty slots and with slots of unequal
+lengths, like the queue's: attention takes longer for them than for as many tokens in equal rows. No
+host waits between. Times between two sums of lengths are interpolated. Copies of rows into slots
+count nothing. The number of steps of each request gives the step in which the next one has its
+slot.
 """
 
 import heapq

@@ -3,8 +3,8 @@
     normal    draft d = 3 N(0, 1)                           target d + N(0, 1)
     zipf      draft d = -1.3 log(1 + rank), permuted        target d + 0.7 N(0, 1)
 
-The second fall off as a language model's do. The permutation of a row is a rotation of one that its
-set draws, because a sort of every row would take longer than what is measured.
+The second fall off like a language model's. Each set draws one permutation, and each of its rows
+rotates it: sorting every row would take longer than the measured calls.
 """
 
 import functools

@@ -1,4 +1,4 @@
-"""What the devices of a split vocabulary tell each other in a verification, without the rest."""
+"""The messages between devices of a split vocabulary in a verification, without the rest."""
 
 from collections.abc import Callable
 from typing import Any

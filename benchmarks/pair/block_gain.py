@@ -2,9 +2,9 @@ r"""Tokens per step that block verification gains over the standard rule on the 
 
 python -m benchmarks.pair.block_gain --out benchmarks/results/pair_block_gain.json
 
-Both rules emit texts of the target's distribution. Given such a text, where its steps begin is
-random by the drafts alone, and that is summed exactly: a step that has accepted i tokens accepts
-the next token x of the text with probability
+Both rules emit texts of the target's distribution. Given such a text, only the drafts decide where
+its steps begin, and they are summed exactly. A step that has accepted i tokens accepts the next
+token x of the text with probability
 
     standard  min(1, q(x) / p(x))
     block     min(1, q(x) / (rho_i p(x)))        rho_0 = 1    rho_{i+1} = min(1, rho_i p(x) / q(x))

@@ -2,12 +2,12 @@
 
 python -m benchmarks.pair.engine_k --out benchmarks/results/cpu_engine_k.json
 
-Requests continue pieces of held-out files by the embedded target: of 20 to 200 tokens, by 16 to 96
-new ones, a third each at temperature 0, 0.7 and 1.2, fixed by a seed. What steps of k drafted
-tokens cost in such an engine, next to plain ones, is measured before, and so is the acceptance rate
-of as many other requests; "auto" is given both. "auto, no rate" is given the costs alone.
-All contenders take turns in one process, each round in another order. A CPU's times are those of
-its processors, which other work lengthens least; a GPU's are of the wall.
+The embedded target continues pieces of held-out files, of 20 to 200 tokens, by 16 to 96 new ones. A
+third each has temperature 0, 0.7 and 1.2, fixed by a seed. Two things are measured before: the
+costs of steps with k drafted tokens, relative to plain ones, and the acceptance rate of as many
+other requests. "auto" gets both, "auto, no rate" the costs alone. All contenders take turns in one
+process, each round in another order. On a CPU it records processor time, which other work lengthens
+least, on a GPU wall time.
 """
 
 import argparse

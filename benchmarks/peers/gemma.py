@@ -2,8 +2,8 @@
 
 The first new token is drawn without drafts, and given here. Then the assistant drafts by argmax.
 The draws of `_speculative_sampling` are replaced as in `hugging_face.py`: the acceptance ratio and
-the weights of the residual give the distribution of the second new token. The target's own is that
-of a plain forward pass.
+the weights of the residual give the distribution of the second new token. The target's own comes
+from a plain forward pass.
 """
 
 from typing import Any

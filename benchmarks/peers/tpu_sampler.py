@@ -1,7 +1,7 @@
 """tpu-inference's rejection sampler, by samples, with the `sample` that draws its bonus tokens.
 
-A few files of the wheel are read as they are. What they import from vLLM and from the runner is
-stood in for, since the wheel's dependencies include all of vLLM for TPUs. Drafts come without
+A few files of the wheel are read unchanged. Stand-ins replace their imports from vLLM and from the
+runner, since the wheel's dependencies include all of vLLM for TPUs. Drafts come without
 probabilities, as `tpu_runner._sample_from_logits` passes `draft_probs=None`; those with
 probabilities call the sampler by its signature.
 """

@@ -3,9 +3,9 @@
 python -m benchmarks.serve.hostile
 
 The server is the small model of `benchmarks.serve.soak`, a process of its own. One client sends the
-bodies, one after another. Another asks for /health again and again: what it waits for is what the
-event loop was held up. A body by which it waited long is sent again, up to three times. It prints
-the statuses, and the bodies by which it waited longest.
+bodies, one after another. Another asks for /health again and again: its waiting time shows how long
+the event loop was blocked. A body by which it waited long is sent again, up to three times. It
+prints the statuses, and the bodies by which it waited longest.
 """
 
 import asyncio

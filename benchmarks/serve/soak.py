@@ -1,9 +1,9 @@
-"""Sends thousands of requests to `specjax serve`, some of which leave, and looks at what is left.
+"""Sends thousands of requests to `specjax serve`, lets some clients leave, and checks for leaks.
 
 python -m benchmarks.serve.soak --out benchmarks/results/cpu_serve_soak.json
 
-The server is a process of its own, of a small model. A seed draws what each request asks for, and
-of two in five after how long its client closes the socket: while it waits in the queue, while its
+The server is a process of its own, of a small model. A seed draws the fields of each request. Two
+in five clients close the socket after a drawn time: while the request waits in the queue, while its
 prompt is read, or in the middle of a stream. Meanwhile one client asks for /health again and again.
 At the end no request may run or wait, and memory and threads are those after the first tenth.
 Memory is noted after each tenth.

@@ -1,11 +1,11 @@
-"""Makes the tables of models over several GPUs: what was measured, and what a cost model says.
+"""Makes the tables of models over several GPUs: measured steps, and a cost model.
 
 python -m benchmarks.tables.mesh benchmarks/results/h200_mesh.json --readme docs/measurements.md
 
     step_ms(N) = bytes / N / BANDWIDTH + products * PRODUCT + L * LAYER + sums * SUM
 
-The four constants are those of plain steps on one and two H200s. What a step of several rows adds
-is not in it: more of a cache, and products that more rows slow down.
+The four constants come from plain steps on one and two H200s. The formula leaves out the cost of
+more rows: more of a cache, and slower products.
 """
 
 import dataclasses

@@ -1,7 +1,7 @@
 """vLLM's Triton kernels, from an installation or from a few files of its wheel.
 
-The files import parts of vLLM that only whole engines need; those are stood in for by small
-modules that are written to a temporary folder when this runs.
+The files import parts of vLLM that only whole engines need. Small modules, written to a temporary
+folder at run time, replace these.
 """
 
 import importlib
