@@ -3,9 +3,9 @@ r"""Gumbel noise in float32 and float64, flat and in two levels: time, and the e
 python examples/gumbel_fp32_vs_fp64.py --out gumbel_fp32_vs_fp64.png
 
 The error is computed from the arithmetic itself, without samples. One likely token competes with
-V - 1 rare ones of equal probability. For many values of the likely token's noise, bisection over the
-random words counts those with which a rare token wins. That gives the sampler's distribution, with
-all rounding. The error is its total variation from the requested distribution.
+V - 1 rare ones of equal probability. For many values of the likely token's noise, bisection over
+the random words counts those with which a rare token wins. That gives the sampler's distribution,
+with all rounding. The error is its total variation from the requested distribution.
 
 On a GPU it also times both noises on the kernels, call after call in one jitted loop.
 """
