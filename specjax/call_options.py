@@ -17,8 +17,7 @@ __all__ = ["CallOptions", "Options", "check_options", "check_whole_rows"]
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """How a sampler or verifier runs; static and hashable. A call refuses options that do not apply
-    to it.
+    """How a sampler or verifier runs; static and hashable. Unsuitable options are refused.
 
     Attributes:
       noise_dtype: float32, or float64 where `jax_enable_x64` is on.

@@ -95,8 +95,8 @@ class RaggedDraft(_DraftMethods):
 
     Attributes:
       token_ids: i32[N]. A -1 ends the drafted tokens of a request.
-      cu_num_draft_tokens: i32[B + 1], cumulative counts from 0, at most N; or i32[B], as vLLM has
-        them, without the 0. Others are refused where the host reads them without a transfer.
+      cu_num_draft_tokens: i32[B + 1], cumulative counts from 0, at most N; or i32[B] without the 0,
+        like vLLM's. Others are refused where the host reads them without a transfer.
       max_draft_tokens: K, a Python int, static: the width of a result. A request with more has
         only its first K verified.
       logits: [S, V_d] in bf16, f16 or f32, raw draft logits, with S = N unless `rows` is given.
@@ -230,7 +230,7 @@ jax.export.register_namedtuple_serialization(Verification, serialized_name="spec
 
 
 class TreeVerification(NamedTuple):
-    """The tokens that one speculative step of drafted trees emits, and the path that gave them.
+    """The tokens that one speculative step of drafted trees emits, and their path.
 
     Attributes:
       token_ids: i32[B, D + 1], the emitted tokens, padded with -1.

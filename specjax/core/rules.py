@@ -171,10 +171,10 @@ def coupled() -> BuiltInRule:
       \text{ at (position} + i, \text{TARGET)}, \qquad x_i \text{ is accepted iff } x_i = y_i
 
     It is exact. The emitted tokens are :math:`y_0, y_1, \dots` up to the first disagreement: those
-    that `gumbel_sample` draws from these rows without a draft. A seeded text does not depend on
-    what drafted, so any tokens may be verified, and q is not read: of a draft the token ids and
-    their numbers count. An id outside [0, V) agrees with nothing. With `bonus_token_ids` the text
-    differs from plain decoding's.
+    that `gumbel_sample` draws from these rows without a draft. A seeded text does not depend on the
+    drafter, so any tokens may be verified. q is not read: only the draft's token ids and their
+    numbers count. An id outside [0, V) agrees with nothing. With `bonus_token_ids` the text differs
+    from plain decoding's.
 
     Draft with the noise of the target: draft and target then agree often. `propose` with this rule
     does so, and so does ``gumbel_sample(..., stream=Stream.TARGET)`` with these keys and positions.

@@ -103,8 +103,8 @@ def check_row_invariance(
     """Compares the rows of a text, bit by bit, in batches and chunks of several sizes.
 
     The reference is the text alone, read a token at a time like in plain decoding. A speculative
-    step reads chunks of K + 1 tokens, a prefill longer ones. A model whose rows are the same in all
-    cases gives the same greedy and coupled texts with any drafter or none, next to any other
+    step reads chunks of K + 1 tokens, a prefill longer ones. If rows are equal in all cases, the
+    model gives the same greedy and coupled texts with any drafter or none, next to any other
     requests. Texts of other models part at near-ties.
 
     Each pair of a batch size and a chunk size is a program to compile. The rows are of these

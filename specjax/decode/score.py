@@ -74,7 +74,7 @@ def score(
     .. math:: \log p(x_i \mid x_{<i}) = z_{x_i} - \log \sum_v e^{z_v}
 
     at temperature 1, without sampling parameters. B texts of about one length are read together in
-    chunks of C tokens, and logits [B, C, V] of one chunk are held at a time. N texts of at most L
+    chunks of C tokens. Logits [B, C, V] of one chunk are held at a time. N texts of at most L
     tokens get less than N C + B (L + C) tokens of padding.
 
     Args:

@@ -35,7 +35,7 @@ class Settings(NamedTuple):
         each.
       conditional_rates: f32[K] of synthetic acceptance, or None.
       sampling: `SamplingParams` of the requests, or None.
-      token_info: what is listed of each emitted token, or None.
+      token_info: which lists each emitted token gets, or None.
       k_by_rate: a table of `adaptive_k`; None if K is fixed. i32[65]: the tokens that a request
         drafts at each acceptance rate 0, 1/64, ..., 1. Or f32[65, K + 1], where all requests draft
         one number: the expected tokens per cost of each number at each rate.
@@ -127,7 +127,7 @@ class StepInfo(NamedTuple):
       verification: `Verification` of the step. Its tokens may go on past the end of a text, where
         the state's do not.
       num_drafted: i32[B], drafted tokens of each request, -1 for an inactive one.
-      token_info: what is listed of the emitted tokens, [B, K + 1, ...].
+      token_info: lists of the emitted tokens, [B, K + 1, ...].
     """
 
     verification: Verification

@@ -56,8 +56,8 @@ class Engine:
       options: `LoopOptions`. `max_length`, most tokens of a prompt and its text together, is
         needed, >= 2. `prefill_chunk_size` None is 512 on a GPU, else 128. A CPU reads up to 16
         waiting prompts together, a quarter of a chunk of each or more.
-      sampling: `SamplingParams` of one request. Its fields are those that requests may set, and
-        its values those of requests that do not. None is no field.
+      sampling: `SamplingParams` of one request. Requests may set the fields that it has; its values
+        are the defaults. None is no field.
       config: a `SpeculativeConfig`. None is the default one. With K = "auto", the step is as long
         as its longest draft, so K is at least the optimum at `usual_acceptance_rate`.
       tokenizer: with `decode(ids, skip_special_tokens)`, for text and stop strings; or None.
@@ -70,7 +70,7 @@ class Engine:
 
     Attributes:
       slot_bytes: bytes that one slot takes, on all devices of a mesh together. `memory_needs`
-        says them, and those of a step, before an engine is made.
+        returns them, and the bytes of a step, before an engine is made.
       num_slots: B.
       max_length: S.
 

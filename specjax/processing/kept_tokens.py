@@ -41,7 +41,7 @@ _BITS_PER_WORD = 32
 
 
 class KeptTokens(NamedTuple):
-    """The tokens of each row that may be sampled, over which its log-probabilities are normalized.
+    """The tokens that may be sampled from each row; its log-probabilities are normalized over them.
 
     Attributes:
       num_kept: i32[...], size of the set. V says that nothing was cut, 1 that the row is greedy or

@@ -76,8 +76,8 @@ def tree_rejection_sample(
         trees. Its `axis_name` and `vocab_size` are None: rows are whole, or gathered.
 
     Returns:
-      `TreeVerification`. A node whose target row is not a distribution is a leaf; where the path
-      ends there, nothing follows.
+      `TreeVerification`. A node whose target row is not a distribution is a leaf. A path that ends
+      there has no token after it.
 
     Raises:
       ValueError: for wrong shapes, dtypes or keys, or an implementation other than plain JAX.

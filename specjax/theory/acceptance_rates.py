@@ -28,10 +28,10 @@ _SMALLEST_DECAY = 0.85
 def geometric_rates(mean_rate: float, K: int) -> jax.Array:
     r"""Returns conditional rates that fall off geometrically, with a given mean acceptance rate.
 
-    :math:`c_i = \mathrm{base} \cdot \mathrm{decay}^i`, so that position i and all before it
-    are accepted with :math:`a_i = \mathrm{base}^{i+1}\, \mathrm{decay}^{i(i+1)/2}`, and
-    :math:`\frac1K \sum_i a_i` is `mean_rate`. The decay is the smallest value of at least
-    0.85 for which some base of at most 1 reaches that mean. It is found by bisection in float64.
+    :math:`c_i = \mathrm{base} \cdot \mathrm{decay}^i`, so that position i and all before it are
+    accepted with :math:`a_i = \mathrm{base}^{i+1}\, \mathrm{decay}^{i(i+1)/2}`, and
+    :math:`\frac1K \sum_i a_i` is `mean_rate`. The decay is the smallest value of at least 0.85 that
+    reaches that mean with a base of at most 1. It is found by bisection in float64.
 
     Args:
       mean_rate: a Python number in [0, 1], the mean over the K positions of the

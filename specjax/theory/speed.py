@@ -31,7 +31,7 @@ def best_k(lengths: Any, step_seconds: Any) -> BestK:
       lengths: f32[..., K + 1] or f64, mean tokens L_k of a step that drafts k = 0, 1, ..., K
         tokens, as `acceptance_lengths` gives them. For a batch, L_k sums over its requests.
       step_seconds: f32[..., K + 1] or f64 > 0, seconds t_k of such a step. In another unit of time
-        the speeds are per that unit. Leading axes broadcast with those of `lengths`.
+        the speeds are per that unit. Leading axes broadcast with the ones of `lengths`.
 
     Returns:
       `BestK`, arrays of NumPy or of JAX as the arguments are.

@@ -1,4 +1,4 @@
-"""`specjax chat`: a conversation whose turns read only the tokens that the caches do not hold.
+"""`specjax chat`: a conversation. Its turns read only tokens that the caches do not hold.
 
     message -> chat template -> tokens -> those after the kept beginning -> chunks -> steps -> text
 

@@ -1,4 +1,4 @@
-"""What the folders of a pair say before their weights are read.
+"""The contents of a pair's folders, before their weights are read.
 
 | module | contents |
 |---|---|

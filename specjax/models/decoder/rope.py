@@ -20,7 +20,7 @@ __all__ = ["RopeScaling", "rope_cos_sin", "rotate"]
 
 
 class RopeScaling(NamedTuple):
-    """Stretches rotary wavelengths for sequences longer than those of pretraining.
+    """Stretches rotary wavelengths for sequences longer than in pretraining.
 
     Attributes:
       kind: "linear" multiplies every wavelength by `factor`. "llama3" does so for wavelengths
