@@ -52,6 +52,9 @@ _MULTIPROCESSOR_BYTES = 224 * 1024
 # The smallest side of a product that Triton multiplies.
 MIN_MMA = 16
 
+# The smallest side of a matrix's tile. A line of memory has 64 numbers of bfloat16, 32 of float32.
+_MIN_BLOCK = 32
+
 # Rows of a tile of queries for more than 16 tokens, and most queries of a key-value head. Two tiles
 # of 64 rows are resident at once, so that one multiplies while the other exponentiates.
 _LONG_ROWS, _MAX_LONG_ROWS = 64, 128
@@ -372,8 +375,8 @@ def matmul_tiling(
     """
     # More than 64 rows are narrow tiles in few parts: parts of many rows take time to add.
     is_tall = num_rows > 64
-    block_n, block_k = math.gcd(64 if is_tall else 128, width), 128 // itemsize
-    if block_n < 32 or size % block_k:
+    block_n, block_k = math.gcd(64 if is_tall else 128, width), math.gcd(128 // itemsize, size)
+    if min(block_n, block_k) < _MIN_BLOCK:
         return None
     num_tiles = width // block_n
     wanted = -(-_MIN_TALL_PROGRAMS // num_tiles) if is_tall else NUM_MULTIPROCESSORS // num_tiles
@@ -401,12 +404,12 @@ def glu_tiling(
       itemsize: bytes of a number.
       shared_memory_bytes: of a program.
     """
-    block_k = 128 // itemsize
+    block_k = math.gcd(128 // itemsize, size)
     # Tiles of 128 columns, where that gives nearly every multiprocessor one program, which fits.
     is_wide = width % 128 == 0 and 96 <= width // 128 <= NUM_MULTIPROCESSORS
     is_wide = is_wide and shared_memory_bytes > 200 * 1024 and num_rows <= 64
     block_n = 128 if is_wide else math.gcd(64, width)
-    if block_n < 32 or size % block_k:
+    if min(block_n, block_k) < _MIN_BLOCK:
         return None
     programs_per_multiprocessor = -(-width // block_n // NUM_MULTIPROCESSORS)
     program_bytes = min(_MULTIPROCESSOR_BYTES // programs_per_multiprocessor, shared_memory_bytes)
