@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import inspect
+import math
 import re
 import subprocess
 import sys
@@ -361,10 +362,17 @@ def test_a_step_of_decoding_lowers_for_cuda(dtype, batch_size):
             assert num_kernels(lower(model.apply, model.params, prompt, prompt, cache)) == number
 
 
-# Sizes of the embedded target, and of the embedded draft.
+# Sizes of the embedded target and draft, and what else XLA computes by default.
 INVARIANT = {
     "target": TransformerConfig(4096, 256, 736, 1, 4, 2, 64, dtype="bfloat16"),
-    "draft": TransformerConfig(4096, 160, 448, 1, 5, 1, 32, dtype="bfloat16"),
+    "draft": TransformerConfig(
+        *(4096, 160, 448, 1, 5, 1, 32),
+        dtype="bfloat16",
+        qkv_bias=True,
+        out_bias=True,
+        qk_norm=True,
+        sandwich_norms=True,
+    ),
 }
 
 
@@ -385,6 +393,11 @@ def test_rows_that_depend_on_no_other_row_lower_to_kernels_alone(kind, batch_siz
     # Eight of a layer, the norm that begins before it, and the head.
     assert num_kernels(text) == 10
     assert "stablehlo.dot_general" not in text
+    # XLA's sums are of one number each, whose division or addition was deferred.
+    reduced = re.findall(r"stablehlo\.reduce\(.*: \(tensor<(\S+)x.*-> tensor<(\S+)x", text)
+    assert reduced
+    for before, after in reduced:
+        assert math.prod(map(int, before.split("x"))) == math.prod(map(int, after.split("x")))
 
 
 @pytest.mark.once

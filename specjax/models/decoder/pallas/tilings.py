@@ -90,6 +90,7 @@ class DecodeConfig:
       num_register_splits: splits that the combining program loads at a time.
       combines_in_attention: whether the last program of a key-value head combines its splits.
       max_matmul_rows: rows up to which the kernels multiply; XLA multiplies more.
+      adds_biases: whether the kernels add the biases of attention's projections, instead of XLA.
       row_invariant: whether a row's bits depend on no other row. Then sums have one order for any
         number of rows, the kernels multiply all of them, and the sizes above are not read.
       min_whole_programs: with `row_invariant`, programs of attention from which on each reads a
@@ -102,12 +103,13 @@ class DecodeConfig:
     num_register_splits: int | None = None
     combines_in_attention: bool | None = None
     max_matmul_rows: int = 128
+    adds_biases: bool = False
     row_invariant: bool = False
     min_whole_programs: int = 256
 
     def for_row_invariance(self) -> Self:
         """Returns the choices with which a row's bits depend on no other row."""
-        return dataclasses.replace(self, row_invariant=True)
+        return dataclasses.replace(self, row_invariant=True, adds_biases=True)
 
 
 class MatmulTiling(NamedTuple):
