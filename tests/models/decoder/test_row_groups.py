@@ -26,7 +26,11 @@ KINDS = {
         layer_windows=(70, None),
         attention_softcap=5.0,
     ),
-    # The other sums that a kernel puts in order: biases, QK-norm, and tiles of one token's queries.
+    # Tiles of one token's queries, of 128 rows here and of 64 below.
+    "queries": dataclasses.replace(
+        LLAMA, num_hidden_layers=1, num_attention_heads=72, num_key_value_heads=1
+    ),
+    # The other sums that a kernel puts in order: those of biases and QK-norm.
     "everything": TransformerConfig(
         *(64, 160, 256, 1, 40, 1, 32),
         qkv_bias=True,

@@ -59,9 +59,9 @@ _MIN_BLOCK = 32
 # of 64 rows are resident at once, so that one multiplies while the other exponentiates.
 _LONG_ROWS, _MAX_LONG_ROWS = 64, 128
 
-# Where a row's bits depend on no other row: rows of a tile of queries, its warps, and the blocks of
+# Where a row's bits depend on no other row: the fewest rows of a tile of queries, and the blocks of
 # a segment. 32 rows are the heads of 8 tokens of an 8B model's key-value head.
-_INVARIANT_ROWS, _INVARIANT_WARPS, _SEGMENT = 32, 4, 4
+_INVARIANT_ROWS, _SEGMENT = 32, 4
 
 # Rows of a product's tile, where a row's bits depend on no other row.
 INVARIANT_BLOCK_M = 128
@@ -294,7 +294,7 @@ def attention_tiling(
             num_splits=num_splits,
             even_splits=num_splits,
             blocks_per_split=_SEGMENT,
-            num_warps=_INVARIANT_WARPS,
+            num_warps=num_attention_warps(num_rows, head_dim),
             num_stages=num_stages,
             num_register_splits=1,
             combines_in_attention=True,
