@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from specjax.implementation import Implementation
 from specjax.models.decoder.attention import attend
-from specjax.models.decoder.layers import RMSNorm
+from specjax.models.decoder.layers import RMSNorm, residual_add
 from specjax.models.decoder.pallas.add_rms_norm import AddNormOperands, add_rms_norm
 from specjax.models.decoder.pallas.attention import decode_attention
 from specjax.models.decoder.pallas.matmul import fused_glu, glu_activation, split_k_matmul
@@ -41,15 +41,14 @@ __all__ = [
     "KernelChoice",
     "PartialProduct",
     "QKVWeights",
-    "add_and_begin_norm",
     "adds_in_kernel",
     "attention",
+    "begin_norm",
     "can_defer_norm",
     "glu",
     "kernel_choice",
     "kv_tiling",
     "matmul",
-    "matmul_table",
     "num_xla_parts",
     "product_tiling",
 ]
@@ -168,17 +167,22 @@ def adds_in_kernel(x: jax.Array, norm: RMSNorm | None, choice: KernelChoice) -> 
     return can_defer_norm(x) and (norm is None or is_whole)
 
 
-def add_and_begin_norm(
+def begin_norm(
     x: jax.Array, addend: Addend | None, norm: RMSNorm, choice: KernelChoice
 ) -> tuple[jax.Array, DeferredNorm]:
-    """Returns the stream with a product added, and the deferred norm of it.
+    """Returns the stream with a product added, and a norm of it, deferred where possible.
 
     Args:
       x: [B, T, E], the residual stream.
-      addend: the product, for which `adds_in_kernel` holds; None adds nothing.
+      addend: the product, without a bias unless `adds_in_kernel` holds; None adds nothing.
       norm: that begins.
       choice: of the kernels.
     """
+    if addend is not None and not adds_in_kernel(x, addend.norm, choice):
+        y = PartialProduct(addend.parts).reduce().astype(x.dtype)
+        x, addend = residual_add(x, y, addend.norm), None
+    if not can_defer_norm(x):
+        return x, DeferredNorm(norm(x), None)
     operands, added_norm = AddNormOperands(x, None, norm.weight[...]), None
     if addend is not None:
         operands = operands._replace(parts=addend.parts, bias=addend.bias)
@@ -192,7 +196,8 @@ def add_and_begin_norm(
         added_norm=added_norm,
         interpret=choice.interpret,
     )
-    return outputs.x, DeferredNorm(outputs.weighted_rows, outputs.squares)
+    stream = x if addend is None else outputs.x
+    return stream, DeferredNorm(outputs.weighted_rows, outputs.squares)
 
 
 def matmul(
@@ -221,27 +226,6 @@ def matmul(
         return jnp.matmul(x, matrix, preferred_element_type=dtype)[None]
     pdl = next_is_kernel and choice.supports_pdl
     return split_k_matmul(x, matrix, tiling=tiling, pdl=pdl, interpret=choice.interpret)
-
-
-def matmul_table(x: jax.Array, table: jax.Array, choice: KernelChoice) -> jax.Array:
-    """Returns the product of [B, T, E] with the transpose of a table [V, E], f32[B, T, V].
-
-    Its sums have one order for any number of rows.
-
-    Args:
-      x: rows.
-      table: of an output layer.
-      choice: of the kernels.
-
-    Raises:
-      ValueError: where no tile divides the table.
-    """
-    shape = jax.ShapeDtypeStruct(table.shape[::-1], table.dtype)
-    tiling = product_tiling(x, shape, choice)
-    assert tiling is not None
-    interpret = choice.interpret
-    parts = split_k_matmul(x, table, tiling=tiling, pdl=False, interpret=interpret, is_table=True)
-    return sum(parts[1:], parts[0])
 
 
 def num_xla_parts(x: jax.Array, matrix: jax.Array) -> int:

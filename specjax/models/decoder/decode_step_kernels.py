@@ -20,15 +20,14 @@ from specjax.models.decoder.decode_ops import (
     KernelChoice,
     PartialProduct,
     QKVWeights,
-    add_and_begin_norm,
     adds_in_kernel,
     attention,
+    begin_norm,
     can_defer_norm,
     glu,
     kernel_choice,
     kv_tiling,
     matmul,
-    matmul_table,
     product_tiling,
 )
 from specjax.models.decoder.layers import (
@@ -40,6 +39,7 @@ from specjax.models.decoder.layers import (
     sum_shares,
     summed_linear,
 )
+from specjax.models.decoder.pallas.matmul import split_k_matmul
 
 __all__ = ["decode_step", "layer_step", "product", "table_product"]
 
@@ -96,7 +96,7 @@ def decode_step(
     x = model.embed(jnp.pad(token_ids, ((0, 0), (0, padding))))
     cos_sin, written = model.cos_sin(positions), []
     norms: list[RMSNorm] = [*(layer.attention_norm for layer in model.layers), model.norm]
-    normed, states = _begin_norm(norms[0], x, choice), [x]
+    (_, normed), states = begin_norm(x, None, norms[0], choice), [x]
     for layer, entry, norm in zip(model.layers, cache, norms[1:], strict=True):
         operands = (x, normed, cos_sin[layer.rope], positions, entry)
         x, normed, entry = _layer(choice, *nnx.split((layer, norm)), *operands)
@@ -122,7 +122,7 @@ def _layer(
     """Returns the stream after a layer, its following norm, and the cache."""
     layer, norm = nnx.merge(graph, state)
     x, parts, cache = _advance(layer, choice, x, normed, cos_sin, positions, cache)
-    return *_add_and_begin(norm, x, Addend(parts, norm=layer.mlp_out_norm), choice), cache
+    return *begin_norm(x, Addend(parts, norm=layer.mlp_out_norm), norm, choice), cache
 
 
 def layer_step(
@@ -147,7 +147,7 @@ def layer_step(
     """
     choice = kernel_choice(implementation)
     if rows is None:
-        normed = _begin_norm(layer.attention_norm, x, choice)
+        _, normed = begin_norm(x, None, layer.attention_norm, choice)
     else:
         normed = DeferredNorm(rows, None)
     # XLA reads the parts here: no kernel of this library follows.
@@ -181,7 +181,14 @@ def table_product(implementation: Implementation, x: jax.Array, table: jax.Array
       x: rows.
       table: of an output layer.
     """
-    return matmul_table(x, table, kernel_choice(implementation)).astype(x.dtype)
+    choice = kernel_choice(implementation)
+    tiling = product_tiling(x, jax.ShapeDtypeStruct(table.shape[::-1], table.dtype), choice)
+    assert tiling is not None  # `row_invariant` refuses a table that no tile divides.
+    parts = split_k_matmul(
+        x, table, tiling=tiling, pdl=False, interpret=choice.interpret, is_table=True
+    )
+    # A chain of additions has one order for any number of rows.
+    return sum(parts[1:], parts[0]).astype(x.dtype)
 
 
 def _advance(
@@ -204,7 +211,7 @@ def _advance(
       cos_sin: of the layer's rotary embeddings.
       positions: i32[B, T].
       cache: keys and values.
-      next_is_kernel: whether `_add_and_begin` adds the parts.
+      next_is_kernel: whether `begin_norm` adds the parts.
     """
     norm, mlp = layer.attention_norm.spec, layer.mlp
     qkv, weights = _project(layer.attention, choice, normed, positions, cache, norm)
@@ -229,7 +236,7 @@ def _advance(
     else:
         parts, bias = summed_linear(y, out, bias, axis_name)[None], None
     addend = Addend(parts, None if bias is None else bias[...], layer.attention_out_norm)
-    x, normed = _add_and_begin(layer.mlp_norm, x, addend, choice)
+    x, normed = begin_norm(x, addend, layer.mlp_norm, choice)
     is_added = adds_in_kernel(x, layer.mlp_out_norm, choice)
     parts = glu(
         normed,
@@ -285,20 +292,3 @@ def _project(
             y += bias[...].astype(jnp.float32)[None, None]
         y = y.astype(x.rows.dtype)
     return PartialProduct(module.normed_heads(y).reshape(1, *y.shape)), QKVWeights()
-
-
-def _begin_norm(norm: RMSNorm, x: jax.Array, choice: KernelChoice) -> DeferredNorm:
-    """Returns the norm of rows, with its division deferred where possible."""
-    if not can_defer_norm(x):
-        return DeferredNorm(norm(x), None)
-    return add_and_begin_norm(x, None, norm, choice)[1]
-
-
-def _add_and_begin(
-    norm: RMSNorm, x: jax.Array, addend: Addend, choice: KernelChoice
-) -> tuple[jax.Array, DeferredNorm]:
-    """Returns the stream plus a product, optionally normed, and `norm` of the sum."""
-    if adds_in_kernel(x, addend.norm, choice):
-        return add_and_begin_norm(x, addend, norm, choice)
-    x = residual_add(x, PartialProduct(addend.parts).reduce().astype(x.dtype), addend.norm)
-    return x, _begin_norm(norm, x, choice)

@@ -55,7 +55,7 @@ MUTATIONS = (
     ),
     Mutation(
         f"{_MODELS}pallas.matmul._tile_rows",
-        "number += tile * block_m",
+        "number += tile * tiling.block_m",
         "number += tile * 0",
         _KERNELS,
         "every tile of a product has the first rows",

@@ -116,6 +116,7 @@ class MatmulTiling(NamedTuple):
     """Tile sizes, splits, warps and stages of a product of few rows with a matrix.
 
     Attributes:
+      block_m: rows of a program's tile, with padding.
       block_n: columns of the matrix in a program's tile.
       block_k: rows of the matrix that are multiplied at once.
       split_k: programs per tile, each with its range of the matrix's rows.
@@ -123,16 +124,15 @@ class MatmulTiling(NamedTuple):
         of the left operand at a time, and as few as 8 columns of the right one.
       num_warps: of a program.
       num_stages: iterations of the loop whose loads are in flight at once.
-      block_m: rows of a program's tile; None is all rows.
     """
 
+    block_m: int
     block_n: int
     block_k: int
     split_k: int
     swap_ab: bool
     num_warps: int
     num_stages: int
-    block_m: int | None = None
 
 
 class AttentionTiling(NamedTuple):
@@ -386,9 +386,10 @@ def matmul_tiling(
     most_of_six_stages = NUM_MULTIPROCESSORS if is_tall else 111
     max_stages = 6 if split_k * num_tiles <= most_of_six_stages else 4
     swap_ab = is_tall or num_rows <= MIN_MMA
-    stage_bytes = (pad_to_mma(num_rows) + block_n) * block_k * itemsize
+    block_m = pad_to_mma(num_rows)
+    stage_bytes = (block_m + block_n) * block_k * itemsize
     num_stages = min(max_stages, shared_memory_bytes // stage_bytes)
-    return MatmulTiling(block_n, block_k, split_k, swap_ab, num_warps=4, num_stages=num_stages)
+    return MatmulTiling(block_m, block_n, block_k, split_k, swap_ab, 4, num_stages)
 
 
 def glu_tiling(
@@ -415,7 +416,8 @@ def glu_tiling(
         return None
     programs_per_multiprocessor = -(-width // block_n // NUM_MULTIPROCESSORS)
     program_bytes = min(_MULTIPROCESSOR_BYTES // programs_per_multiprocessor, shared_memory_bytes)
-    stage_bytes = (pad_to_mma(num_rows) + 2 * block_n) * block_k * itemsize
+    block_m = pad_to_mma(num_rows)
+    stage_bytes = (block_m + 2 * block_n) * block_k * itemsize
     num_stages = max(3, min(4 if is_wide else 6, program_bytes // stage_bytes))
     num_warps, swap_ab = 8 if is_wide else 4, num_rows <= 64
-    return MatmulTiling(block_n, block_k, 1, swap_ab, num_warps, num_stages)
+    return MatmulTiling(block_m, block_n, block_k, 1, swap_ab, num_warps, num_stages)
