@@ -1,7 +1,7 @@
 """With `row_invariant` the bits of a text depend on nothing but its request.
 
-The reference is each text alone, decoded token by token without drafts. On the GPU the shapes are
-those of one layer of an 8B model.
+The reference is each text alone, decoded token by token without drafts. On the GPU the models are
+one layer of an 8B model, and the embedded target.
 """
 
 import functools
@@ -13,7 +13,7 @@ from machine import has_gpu
 
 import specjax
 from specjax import LoopOptions, SpeculativeConfig
-from specjax.models import TransformerConfig, build
+from specjax.models import TransformerConfig, build, load, pretrained_folder
 
 B, NEW, LENGTH = 6, 20, 64
 SIZES = (512, 256, 512, 2, 4, 2, 32)
@@ -26,14 +26,16 @@ TEMPERATURE = np.resize(np.float32([0, 0.7, 1]), B)
 COUPLED = SpeculativeConfig(rejection_sample_method="coupled", num_speculative_tokens=3)
 
 
-@pytest.fixture(params=["cpu", pytest.param("gpu", marks=pytest.mark.gpu)], autouse=True)
-def device(request):
-    """The machine's own; a run on GPUs selects what is marked."""
+@pytest.fixture(params=["cpu", *(pytest.param(x, marks=pytest.mark.gpu) for x in ("gpu", "pair"))])
+def name(request):
+    """The machine's own device, or on a GPU the embedded target; a run there selects the marked."""
     return request.param
 
 
 @functools.cache
-def model(row_invariant=True):
+def model(name, row_invariant=True):
+    if name == "pair":
+        return load(pretrained_folder("target"), "bfloat16", row_invariant=row_invariant)[0]
     made = build(CONFIG, seed=0, row_invariant=row_invariant)
     # Small logits are near one another: 8 bits of a bfloat16 leave many ties.
     head = made.params["head"] * 0.25
@@ -48,14 +50,14 @@ def prompts():
     return [rng.integers(0, 512, size).tolist() for size in sizes]
 
 
-def texts(order, drafter=None, row_invariant=True, together=True, config=None, **options):
+def texts(name, order, drafter=None, row_invariant=True, together=True, config=None, **options):
     """Tokens and log-probabilities of the prompts, decoded in an order."""
     options = LoopOptions(max_length=LENGTH, **options)
     groups = [list(order)] if together else [[each] for each in order]
     result = {}
     for group in groups:
         output = specjax.generate(
-            model(row_invariant),
+            model(name, row_invariant),
             drafter,
             [prompts()[b] for b in group],
             keys=KEYS[np.array(group)],
@@ -72,8 +74,9 @@ def texts(order, drafter=None, row_invariant=True, together=True, config=None, *
 
 
 @functools.cache
-def alone(row_invariant=True):
-    return texts(range(B), row_invariant=row_invariant, together=False, prefill_chunk_size=16)
+def alone(name, row_invariant=True):
+    options = {"together": False, "prefill_chunk_size": 16}
+    return texts(name, range(B), row_invariant=row_invariant, **options)
 
 
 def num_differing(found, wanted):
@@ -86,26 +89,26 @@ def num_differing(found, wanted):
 
 
 @pytest.mark.parametrize("chunk", [5, 64])
-def test_a_text_is_the_same_in_any_batch_and_chunk(chunk):
-    found = texts(range(B)[::-1], prefill_chunk_size=chunk)
-    assert num_differing(found, alone()) == 0
+def test_a_text_is_the_same_in_any_batch_and_chunk(name, chunk):
+    found = texts(name, range(B)[::-1], prefill_chunk_size=chunk)
+    assert num_differing(found, alone(name)) == 0
 
 
 @pytest.mark.parametrize("k", [1, 3])
-def test_a_text_is_the_same_with_a_draft_model_that_is_coupled(k):
+def test_a_text_is_the_same_with_a_draft_model_that_is_coupled(name, k):
     config = SpeculativeConfig(rejection_sample_method="coupled", num_speculative_tokens=k)
-    drafter = specjax.model_drafter(model(False))
-    assert num_differing(texts(range(B), drafter, config=config), alone()) == 0
+    drafter = specjax.model_drafter(model(name, False))
+    assert num_differing(texts(name, range(B), drafter, config=config), alone(name)) == 0
 
 
-def test_a_text_is_the_same_with_drafts_of_its_own_words():
-    found = texts(range(B), specjax.ngram_drafter(), config=COUPLED)
-    assert num_differing(found, alone()) == 0
+def test_a_text_is_the_same_with_drafts_of_its_own_words(name):
+    found = texts(name, range(B), specjax.ngram_drafter(), config=COUPLED)
+    assert num_differing(found, alone(name)) == 0
 
 
-def test_a_text_is_the_same_in_an_engine():
+def test_a_text_is_the_same_in_an_engine(name):
     engine = specjax.Engine(
-        model(),
+        model(name),
         specjax.ngram_drafter(),
         num_slots=3,
         options=LoopOptions(max_length=LENGTH, prefill_chunk_size=16),
@@ -119,12 +122,12 @@ def test_a_text_is_the_same_in_an_engine():
     ]
     engine.run()
     for b, request in enumerate(requests):
-        ids, logprobs = alone()[b]
+        ids, logprobs = alone(name)[b]
         np.testing.assert_array_equal(request.token_ids, ids[len(prompts()[b]) :])
         np.testing.assert_array_equal(np.float32(request.logprobs), logprobs[len(prompts()[b]) :])
 
 
-def test_without_the_option_these_texts_differ():
+def test_without_the_option_these_texts_differ(name):
     """Else the tests above would show nothing."""
-    found = texts(range(B), specjax.ngram_drafter(), row_invariant=False, config=COUPLED)
-    assert num_differing(found, alone(False)) > 0
+    found = texts(name, range(B), specjax.ngram_drafter(), row_invariant=False, config=COUPLED)
+    assert num_differing(found, alone(name, False)) > 0

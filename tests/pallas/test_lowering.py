@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import inspect
+import math
 import re
 import subprocess
 import sys
@@ -93,10 +94,10 @@ def lower(function, *shapes, platform="cuda"):
     return traced.lower(lowering_platforms=(platform,)).as_text()
 
 
-def build_shapes(config, implementation=None):
+def build_shapes(config, **options):
     """A model of which nothing is drawn: its parameters are shapes."""
     params = jax.eval_shape(lambda: build(config).params)
-    return build(config, params, implementation=implementation)
+    return build(config, params, **options)
 
 
 def num_kernels(text):
@@ -361,6 +362,44 @@ def test_a_step_of_decoding_lowers_for_cuda(dtype, batch_size):
             assert num_kernels(lower(model.apply, model.params, prompt, prompt, cache)) == number
 
 
+# Sizes of the embedded target and draft, and what else XLA computes by default.
+INVARIANT = {
+    "target": TransformerConfig(4096, 256, 736, 1, 4, 2, 64, dtype="bfloat16"),
+    "draft": TransformerConfig(
+        *(4096, 160, 448, 1, 5, 1, 32),
+        dtype="bfloat16",
+        qkv_bias=True,
+        out_bias=True,
+        qk_norm=True,
+        sandwich_norms=True,
+    ),
+}
+
+
+@pytest.mark.lenient
+@pytest.mark.parametrize("kind", INVARIANT)
+@pytest.mark.parametrize(("batch_size", "tokens"), [(1, 1), once(8, 40)])
+def test_rows_that_depend_on_no_other_row_lower_to_kernels_alone(kind, batch_size, tokens):
+    model = build_shapes(INVARIANT[kind], row_invariant=True)
+    cache = jax.eval_shape(lambda: model.init_cache(batch_size, 300))
+    ids = shape(batch_size, tokens, dtype=I32)
+
+    def step(params, ids, positions, cache):
+        hidden, cache = model.apply(params, ids, positions, cache)
+        return model.logits(params, hidden), cache
+
+    with on_gpu():
+        text = lower(step, model.params, ids, ids, cache)
+    # Eight of a layer, the norm that begins before it, and the head.
+    assert num_kernels(text) == 10
+    assert "stablehlo.dot_general" not in text
+    # XLA's sums are of one number each, whose division or addition was deferred.
+    reduced = re.findall(r"stablehlo\.reduce\(.*: \(tensor<(\S+)x.*-> tensor<(\S+)x", text)
+    assert reduced
+    for before, after in reduced:
+        assert math.prod(map(int, before.split("x"))) == math.prod(map(int, after.split("x")))
+
+
 @pytest.mark.once
 @pytest.mark.lenient
 def test_a_block_of_a_dflash_head_lowers_for_cuda():
@@ -457,7 +496,7 @@ def test_parts_of_a_long_cache_are_put_together_by_a_launch_of_its_own(slots, nu
 def test_a_kernel_starts_early_only_where_one_of_ours_reads(kind, number):
     config = TransformerConfig(64, 512, 512, 1, 4, 2, 64, dtype="bfloat16")
     gpu = HOPPER if number else Implementation(device=DeviceFacts((8.0,)))
-    model = build_shapes(dataclasses.replace(config, **kind), gpu)
+    model = build_shapes(dataclasses.replace(config, **kind), implementation=gpu)
     cache = jax.eval_shape(lambda: model.init_cache(8, 300))
     ids = shape(8, 1, dtype=I32)
 
@@ -504,7 +543,7 @@ def read_early(function, *shapes):
 
 def test_a_derivative_by_some_weights_is_of_the_step_without_kernels():
     config = TransformerConfig(64, 512, 512, 1, 4, 2, 64, dtype="bfloat16")
-    model = build_shapes(config, HOPPER)
+    model = build_shapes(config, implementation=HOPPER)
     cache = jax.eval_shape(lambda: model.init_cache(8, 300))
     ids = shape(8, 1, dtype=I32)
 
@@ -535,7 +574,7 @@ def test_parameters_of_another_dtype_than_the_caches_lower_for_cuda(dtype):
 def test_a_step_of_decoding_lowers_for_cuda_inside_shard_map():
     # Inside shard_map no abstract mesh says that a GPU is compiled for.
     config = TransformerConfig(64, 32, 32, 1, 2, 1, 16)
-    model = build_shapes(config, on_devices(None, (8.0,)))
+    model = build_shapes(config, implementation=on_devices(None, (8.0,)))
     mesh = h200_mesh(AxisType.Auto)
 
     def begin(params, ids):

@@ -16,7 +16,8 @@ import jax.numpy as jnp
 
 from specjax.implementation import Implementation
 from specjax.models.decoder.attention import attend
-from specjax.models.decoder.pallas.add_rms_norm import add_rms_norm
+from specjax.models.decoder.layers import RMSNorm, residual_add
+from specjax.models.decoder.pallas.add_rms_norm import AddNormOperands, add_rms_norm
 from specjax.models.decoder.pallas.attention import decode_attention
 from specjax.models.decoder.pallas.matmul import fused_glu, glu_activation, split_k_matmul
 from specjax.models.decoder.pallas.request_qkv import QKVOperands
@@ -35,18 +36,19 @@ from specjax.models.decoder.pallas.tilings import (
 from specjax.models.decoder.shared_math import AttentionSpec, NormSpec
 
 __all__ = [
+    "Addend",
     "DeferredNorm",
-    "HeadNorms",
     "KernelChoice",
     "PartialProduct",
-    "add_and_begin_norm",
+    "QKVWeights",
+    "adds_in_kernel",
     "attention",
+    "begin_norm",
     "can_defer_norm",
     "glu",
     "kernel_choice",
     "kv_tiling",
     "matmul",
-    "matmul_table",
     "num_xla_parts",
     "product_tiling",
 ]
@@ -114,21 +116,37 @@ class PartialProduct(NamedTuple):
         return total * jax.lax.rsqrt(mean + norm.eps)
 
 
-class HeadNorms(NamedTuple):
-    """RMSNorms of each query and each key (QK-norm).
+class QKVWeights(NamedTuple):
+    """What follows the product of queries, keys and values in a kernel: a bias, and QK-norm.
 
     Attributes:
-      query: [D], weight.
-      key: [D], weight.
-      spec: constants of both.
+      bias: [(H + 2 * G) * D], or None.
+      query_norm: [D], weight of the norm of each query, or None.
+      key_norm: [D], weight of the norm of each key, or None.
+      head_norm: constants of both norms, or None.
     """
 
-    query: jax.Array
-    key: jax.Array
-    spec: NormSpec
+    bias: jax.Array | None = None
+    query_norm: jax.Array | None = None
+    key_norm: jax.Array | None = None
+    head_norm: NormSpec | None = None
 
 
-def can_defer_norm(x: jax.Array) -> bool:
+class Addend(NamedTuple):
+    """A product that is added to the residual stream.
+
+    Attributes:
+      parts: [Q, B, T, E], whose sum over Q is the product.
+      bias: [E], of the product, or None.
+      norm: of the product with its bias, or None.
+    """
+
+    parts: jax.Array
+    bias: jax.Array | None = None
+    norm: RMSNorm | None = None
+
+
+def can_defer_norm(x: Any) -> bool:
     """Returns whether the division of a norm of rows may follow their product.
 
     Not in float16: residual streams reach thousands, and undivided products would overflow.
@@ -136,23 +154,50 @@ def can_defer_norm(x: jax.Array) -> bool:
     return x.dtype != jnp.float16
 
 
-def add_and_begin_norm(
-    x: jax.Array, parts: jax.Array | None, weight: jax.Array, norm: NormSpec, choice: KernelChoice
-) -> tuple[jax.Array, DeferredNorm]:
-    """Returns the stream with a product added, and the deferred norm of it.
+def adds_in_kernel(x: jax.Array, norm: RMSNorm | None, choice: KernelChoice) -> bool:
+    """Returns whether a kernel adds a product to rows: after a norm only with a program per row.
 
     Args:
       x: [B, T, E], the residual stream.
-      parts: [Q, B, T, E], of the product; None adds nothing.
-      weight: [E], of the norm.
-      norm: its offset is used.
+      norm: of the product, or None.
       choice: of the kernels.
     """
-    tile = norm_tile(x.shape[-1], choice.config)
+    size = x.shape[-1]
+    is_whole = norm_tile(size, choice.config).num_tiles(size) == 1
+    return can_defer_norm(x) and (norm is None or is_whole)
+
+
+def begin_norm(
+    x: jax.Array, addend: Addend | None, norm: RMSNorm, choice: KernelChoice
+) -> tuple[jax.Array, DeferredNorm]:
+    """Returns the stream with a product added, and a norm of it, deferred where possible.
+
+    Args:
+      x: [B, T, E], the residual stream.
+      addend: the product, without a bias unless `adds_in_kernel` holds; None adds nothing.
+      norm: that begins.
+      choice: of the kernels.
+    """
+    if addend is not None and not adds_in_kernel(x, addend.norm, choice):
+        y = PartialProduct(addend.parts).reduce().astype(x.dtype)
+        x, addend = residual_add(x, y, addend.norm), None
+    if not can_defer_norm(x):
+        return x, DeferredNorm(norm(x), None)
+    operands, added_norm = AddNormOperands(x, None, norm.weight[...]), None
+    if addend is not None:
+        operands = operands._replace(parts=addend.parts, bias=addend.bias)
+        if addend.norm is not None:
+            operands = operands._replace(added_weight=addend.norm.weight[...])
+            added_norm = addend.norm.spec
     outputs = add_rms_norm(
-        x, parts, weight, offset=norm.offset, tile=tile, interpret=choice.interpret
+        operands,
+        offset=norm.spec.offset,
+        tile=norm_tile(x.shape[-1], choice.config),
+        added_norm=added_norm,
+        interpret=choice.interpret,
     )
-    return outputs.x, DeferredNorm(outputs.weighted_rows, outputs.squares)
+    stream = x if addend is None else outputs.x
+    return stream, DeferredNorm(outputs.weighted_rows, outputs.squares)
 
 
 def matmul(
@@ -181,31 +226,6 @@ def matmul(
         return jnp.matmul(x, matrix, preferred_element_type=dtype)[None]
     pdl = next_is_kernel and choice.supports_pdl
     return split_k_matmul(x, matrix, tiling=tiling, pdl=pdl, interpret=choice.interpret)
-
-
-def matmul_table(x: jax.Array, table: jax.Array, choice: KernelChoice) -> jax.Array:
-    """Returns the product of [B, T, E] with the transpose of a table [V, E], f32[B, T, V].
-
-    Its sums have one order for any number of rows.
-
-    Args:
-      x: rows.
-      table: of an output layer.
-      choice: of the kernels.
-
-    Raises:
-      ValueError: where no tile divides the table.
-    """
-    shape = jax.ShapeDtypeStruct(table.shape[::-1], table.dtype)
-    tiling = product_tiling(x, shape, choice)
-    if tiling is None:
-        raise ValueError(
-            f"No tile of a kernel divides an output layer of {table.shape[0]} tokens; "
-            "row_invariant needs a multiple of 32."
-        )
-    interpret = choice.interpret
-    parts = split_k_matmul(x, table, tiling=tiling, pdl=False, interpret=interpret, is_table=True)
-    return sum(parts[1:], parts[0])
 
 
 def num_xla_parts(x: jax.Array, matrix: jax.Array) -> int:
@@ -286,7 +306,7 @@ def attention(
     *,
     spec: AttentionSpec,
     norm: NormSpec,
-    head_norms: HeadNorms | None,
+    weights: QKVWeights,
 ) -> tuple[jax.Array, Any]:
     """Writes keys and values at their positions, and attends to all slots up to each token's own.
 
@@ -299,8 +319,7 @@ def attention(
       choice: of the kernels.
       spec: scale, window and soft cap.
       norm: the deferred norm of `qkv`.
-      head_norms: of queries and keys; None if they have none, or are normed already. Only where
-        `kv_tiling` has a tiling.
+      weights: that `qkv` lacks. Only where `kv_tiling` has a tiling.
 
     Returns:
       [B, T', H * D], zeros from T on, and the cache with the tokens in it.
@@ -309,7 +328,7 @@ def attention(
     parts = qkv.parts.reshape(*qkv.parts.shape[:3], -1, keys.shape[3])
     tiling = kv_tiling(parts.shape[2:4], positions.shape, cache, choice)
     if tiling is None:
-        assert head_norms is None
+        assert weights == QKVWeights()
         squares = None if qkv.squares is None else qkv.squares[:, :, None]
         heads = PartialProduct(parts, squares).reduce(norm).astype(keys.dtype)
         tokens, padded = positions.shape[1], heads.shape[1]
@@ -319,13 +338,14 @@ def attention(
     operands = QKVOperands(parts, qkv.squares, cos, sin, positions.astype(jnp.int32), keys, values)
     if rows:
         operands = operands._replace(rows=rows[0])
-    if head_norms is not None:
-        operands = operands._replace(query_norm=head_norms.query, key_norm=head_norms.key)
+    operands = operands._replace(query_norm=weights.query_norm, key_norm=weights.key_norm)
+    if weights.bias is not None:
+        operands = operands._replace(bias=weights.bias.reshape(parts.shape[3:]))
     return decode_attention(
         operands,
         spec=spec,
         norm=norm,
-        head_norm=None if head_norms is None else head_norms.spec,
+        head_norm=weights.head_norm,
         tiling=tiling,
         interpret=choice.interpret,
     )
@@ -371,19 +391,27 @@ def kv_tiling(
 def product_tiling(
     x: Any, matrix: Any, choice: KernelChoice, *, is_gated: bool = False
 ) -> MatmulTiling | None:
-    """Returns the tiling of x @ matrix, of a gate's if `is_gated`; None if XLA multiplies."""
+    """Returns the tiling of x @ matrix, of a gate's if `is_gated`; None if XLA multiplies.
+
+    Raises:
+      ValueError: if XLA would multiply, and a row's bits may depend on no other row.
+    """
     rows, (size, width) = x.shape[0] * x.shape[1], matrix.shape
     is_invariant = choice.config.row_invariant
-    if x.dtype != matrix.dtype or (rows > choice.config.max_matmul_rows and not is_invariant):
-        return None
-    more = x.dtype.itemsize, choice.shared_memory_bytes
-    few = min(rows, 64) if is_invariant else rows
-    if is_gated:
-        tiling = glu_tiling(few, size, width // 2, *more)
-    else:
-        tiling = matmul_tiling(few, size, width, *more)
-    if tiling is None or not is_invariant:
+    tiling, more = None, (x.dtype.itemsize, choice.shared_memory_bytes)
+    if x.dtype == matrix.dtype and (is_invariant or rows <= choice.config.max_matmul_rows):
+        few = min(rows, 64) if is_invariant else rows
+        if is_gated:
+            tiling = glu_tiling(few, size, width // 2, *more)
+        else:
+            tiling = matmul_tiling(few, size, width, *more)
+    if not is_invariant:
         return tiling
+    if tiling is None:
+        raise ValueError(
+            f"The kernels have no tile that divides a matrix of {size} x {width} numbers; "
+            "row_invariant needs multiples of 32."
+        )
     # All but the rows of a tile follows from the matrix: up to 64 rows have one tiling. As right
     # operands rows have the same sums in a tile of 16 as in one of 128.
     return tiling._replace(swap_ab=True, block_m=pad_to_mma(min(rows, INVARIANT_BLOCK_M)))

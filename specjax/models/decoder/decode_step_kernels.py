@@ -7,7 +7,6 @@ Axes: `B` requests, `T` new tokens, `E` hidden, `D` head dimension.
 
 import functools
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -16,18 +15,19 @@ from flax import nnx
 
 from specjax.implementation import Implementation
 from specjax.models.decoder.decode_ops import (
+    Addend,
     DeferredNorm,
-    HeadNorms,
     KernelChoice,
     PartialProduct,
-    add_and_begin_norm,
+    QKVWeights,
+    adds_in_kernel,
     attention,
+    begin_norm,
     can_defer_norm,
     glu,
     kernel_choice,
     kv_tiling,
     matmul,
-    matmul_table,
     product_tiling,
 )
 from specjax.models.decoder.layers import (
@@ -39,6 +39,7 @@ from specjax.models.decoder.layers import (
     sum_shares,
     summed_linear,
 )
+from specjax.models.decoder.pallas.matmul import split_k_matmul
 
 __all__ = ["decode_step", "layer_step", "product", "table_product"]
 
@@ -65,20 +66,6 @@ def _is_in_kernels(layer: Layer, x: Any, choice: KernelChoice) -> bool:
     return None not in tilings and attention.out_bias is None and can_defer_norm(x)
 
 
-def _check_row_invariance(layers: Sequence[Layer], x: Any, choice: KernelChoice) -> None:
-    """Refuses layers of which XLA computes a sum: its order follows from the number of rows."""
-    for layer in layers:
-        attention = layer.attention
-        norms_by_xla = attention.qkv_bias is not None and attention.query_norm is not None
-        if not _is_in_kernels(layer, x, choice) or layer.mlp_out_norm is not None or norms_by_xla:
-            raise ValueError(
-                "row_invariant is True, and XLA computes a sum of this model: in float16, of a "
-                "product without a tiling, of a norm after attention or the MLP, of an output "
-                "projection with a bias, or of a norm of queries with a bias. It needs a model "
-                "without these."
-            )
-
-
 def decode_step(
     implementation: Implementation,
     model: Any,
@@ -101,14 +88,15 @@ def decode_step(
     choice, tokens = kernel_choice(implementation), token_ids.shape[1]
     rows = jax.ShapeDtypeStruct((*token_ids.shape, 1), model.embedding[...].dtype)
     padding = 0
-    if choice.config.row_invariant:
-        _check_row_invariance(model.layers, rows, choice)
+    if choice.config.row_invariant and not can_defer_norm(rows):
+        # XLA would compute the norms: their order follows from the number of rows.
+        raise ValueError("row_invariant is True in float16; it needs bfloat16 or float32.")
     if not all(_is_in_kernels(layer, rows, choice) for layer in model.layers):
         padding = _num_padding_tokens(*token_ids.shape)
     x = model.embed(jnp.pad(token_ids, ((0, 0), (0, padding))))
     cos_sin, written = model.cos_sin(positions), []
     norms: list[RMSNorm] = [*(layer.attention_norm for layer in model.layers), model.norm]
-    normed, states = _begin_norm(norms[0], x, choice), [x]
+    (_, normed), states = begin_norm(x, None, norms[0], choice), [x]
     for layer, entry, norm in zip(model.layers, cache, norms[1:], strict=True):
         operands = (x, normed, cos_sin[layer.rope], positions, entry)
         x, normed, entry = _layer(choice, *nnx.split((layer, norm)), *operands)
@@ -134,7 +122,7 @@ def _layer(
     """Returns the stream after a layer, its following norm, and the cache."""
     layer, norm = nnx.merge(graph, state)
     x, parts, cache = _advance(layer, choice, x, normed, cos_sin, positions, cache)
-    return *_add_and_begin(norm, x, parts, layer.mlp_out_norm, choice), cache
+    return *begin_norm(x, Addend(parts, norm=layer.mlp_out_norm), norm, choice), cache
 
 
 def layer_step(
@@ -159,7 +147,7 @@ def layer_step(
     """
     choice = kernel_choice(implementation)
     if rows is None:
-        normed = _begin_norm(layer.attention_norm, x, choice)
+        _, normed = begin_norm(x, None, layer.attention_norm, choice)
     else:
         normed = DeferredNorm(rows, None)
     # XLA reads the parts here: no kernel of this library follows.
@@ -193,7 +181,14 @@ def table_product(implementation: Implementation, x: jax.Array, table: jax.Array
       x: rows.
       table: of an output layer.
     """
-    return matmul_table(x, table, kernel_choice(implementation)).astype(x.dtype)
+    choice = kernel_choice(implementation)
+    tiling = product_tiling(x, jax.ShapeDtypeStruct(table.shape[::-1], table.dtype), choice)
+    assert tiling is not None  # `row_invariant` refuses a table that no tile divides.
+    parts = split_k_matmul(
+        x, table, tiling=tiling, pdl=False, interpret=choice.interpret, is_table=True
+    )
+    # A chain of additions has one order for any number of rows.
+    return sum(parts[1:], parts[0]).astype(x.dtype)
 
 
 def _advance(
@@ -216,11 +211,10 @@ def _advance(
       cos_sin: of the layer's rotary embeddings.
       positions: i32[B, T].
       cache: keys and values.
-      next_is_kernel: whether `_add_and_begin` adds the parts.
+      next_is_kernel: whether `begin_norm` adds the parts.
     """
     norm, mlp = layer.attention_norm.spec, layer.mlp
-    defers = can_defer_norm(x)
-    qkv, head_norms = _project(layer.attention, choice, normed, positions, cache, norm)
+    qkv, weights = _project(layer.attention, choice, normed, positions, cache, norm)
     y, cache = attention(
         qkv,
         cos_sin,
@@ -229,18 +223,21 @@ def _advance(
         choice,
         spec=layer.attention.spec,
         norm=norm,
-        head_norms=head_norms,
+        weights=weights,
     )
     out, bias = layer.attention.out, layer.attention.out_bias
     axis_name = layer.attention.axis_name
     is_summed = axis_name is not None
-    if bias is None:
-        is_kernel = layer.attention_out_norm is None and defers and not is_summed
+    is_added = adds_in_kernel(x, layer.attention_out_norm, choice)
+    if bias is None or (is_added and choice.config.adds_biases):
+        is_kernel = is_added and not is_summed
         parts = matmul(y, out[...], choice, next_is_kernel=is_kernel, is_summed=is_summed)
         parts = _sum_parts(parts, axis_name)
     else:
-        parts = summed_linear(y, out, bias, axis_name)[None]
-    x, normed = _add_and_begin(layer.mlp_norm, x, parts, layer.attention_out_norm, choice)
+        parts, bias = summed_linear(y, out, bias, axis_name)[None], None
+    addend = Addend(parts, None if bias is None else bias[...], layer.attention_out_norm)
+    x, normed = begin_norm(x, addend, layer.mlp_norm, choice)
+    is_added = adds_in_kernel(x, layer.mlp_out_norm, choice)
     parts = glu(
         normed,
         mlp.gate_up[...],
@@ -248,7 +245,7 @@ def _advance(
         choice,
         norm=layer.mlp_norm.spec,
         activation=mlp.activation,
-        next_is_kernel=next_is_kernel and layer.mlp_out_norm is None and defers and not is_summed,
+        next_is_kernel=next_is_kernel and is_added and not is_summed,
         is_summed=is_summed,
     )
     return x, _sum_parts(parts, axis_name), cache
@@ -274,18 +271,19 @@ def _project(
     positions: jax.Array,
     cache: Any,
     norm: Any,
-) -> tuple[PartialProduct, HeadNorms | None]:
-    """Returns queries, keys and values [B, T', heads * D], none rotated, and deferred norms."""
+) -> tuple[PartialProduct, QKVWeights]:
+    """Returns queries, keys and values [B, T', heads * D], none rotated, and what follows."""
     bias, query_norm, key_norm = module.qkv_bias, module.query_norm, module.key_norm
     rows = (x.rows.shape[1], module.num_heads + 2 * module.num_kv_heads)
     is_kernel = kv_tiling(rows, positions.shape, cache, choice) is not None
-    if bias is None and (is_kernel or query_norm is None):
+    is_added = bias is None or (is_kernel and choice.config.adds_biases)
+    if is_added and (is_kernel or query_norm is None):
         parts = matmul(x.rows, module.qkv[...], choice, next_is_kernel=is_kernel)
-        product = PartialProduct(parts, x.squares)
-        if query_norm is None or key_norm is None:
-            return product, None
-        norms = HeadNorms(query_norm.weight[...], key_norm.weight[...], query_norm.spec)
-        return product, norms
+        weights = QKVWeights(None if bias is None else bias[...])
+        if query_norm is not None and key_norm is not None:
+            norms = query_norm.weight[...], key_norm.weight[...], query_norm.spec
+            weights = QKVWeights(weights.bias, *norms)
+        return PartialProduct(parts, x.squares), weights
     if x.squares is None:
         y = linear(x.rows, module.qkv, bias)
     else:
@@ -293,21 +291,4 @@ def _project(
         if bias is not None:
             y += bias[...].astype(jnp.float32)[None, None]
         y = y.astype(x.rows.dtype)
-    return PartialProduct(module.normed_heads(y).reshape(1, *y.shape)), None
-
-
-def _begin_norm(norm: RMSNorm, x: jax.Array, choice: KernelChoice) -> DeferredNorm:
-    """Returns the norm of rows, with its division deferred where possible."""
-    if not can_defer_norm(x):
-        return DeferredNorm(norm(x), None)
-    return add_and_begin_norm(x, None, norm.weight[...], norm.spec, choice)[1]
-
-
-def _add_and_begin(
-    norm: RMSNorm, x: jax.Array, parts: jax.Array, out_norm: RMSNorm | None, choice: KernelChoice
-) -> tuple[jax.Array, DeferredNorm]:
-    """Returns the stream plus a product, optionally normed, and `norm` of the sum."""
-    if out_norm is None and can_defer_norm(x):
-        return add_and_begin_norm(x, parts, norm.weight[...], norm.spec, choice)
-    x = residual_add(x, PartialProduct(parts).reduce().astype(x.dtype), out_norm)
-    return x, _begin_norm(norm, x, choice)
+    return PartialProduct(module.normed_heads(y).reshape(1, *y.shape)), QKVWeights()

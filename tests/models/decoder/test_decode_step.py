@@ -194,13 +194,16 @@ def heads(batch, tokens, groups, shared, head_dim, slots, *, parts=1, seed=0):
     return kernel_ops.PartialProduct(projected, squares), cos_sin, cache
 
 
+NO_WEIGHTS = kernel_ops.QKVWeights()
+
+
 def norms_of_heads(head_dim):
     """Norms of queries and of keys, with weights that differ."""
     weights = np.random.default_rng(1).normal(1, 0.5, (2, head_dim)).astype(np.float32)
-    return kernel_ops.HeadNorms(*map(jnp.asarray, weights), NormSpec(head_dim, 0.2))
+    return kernel_ops.QKVWeights(None, *map(jnp.asarray, weights), NormSpec(head_dim, 0.2))
 
 
-def attend(implementation, spec, head_norms=None, **choices):
+def attend(implementation, spec, weights=NO_WEIGHTS, **choices):
     """Attention to a cache of (product, cosines and sines, positions, cache), jitted.
 
     By default two programs share a key-value head's cache, so that each has blocks to go through.
@@ -212,16 +215,16 @@ def attend(implementation, spec, head_norms=None, **choices):
         parts = qkv.parts.reshape(*qkv.parts.shape[:3], -1, cache[0].shape[3])
         squares = None if qkv.squares is None else qkv.squares[:, :, None]
         projected = kernel_ops.PartialProduct(parts, squares).reduce(NORM)[:, : positions.shape[1]]
-        if head_norms is not None:
+        if weights.head_norm is not None:
             groups, num_heads = cache[0].shape[1], parts.shape[3]
             q, k, v = jnp.split(projected, [num_heads - 2 * groups, num_heads - groups], axis=2)
-            q = rms_norm(q, head_norms.query[None, None, None], head_norms.spec)
-            k = rms_norm(k, head_norms.key[None, None, None], head_norms.spec)
+            q = rms_norm(q, weights.query_norm[None, None, None], weights.head_norm)
+            k = rms_norm(k, weights.key_norm[None, None, None], weights.head_norm)
             projected = jnp.concatenate([q, k, v], axis=2)
         return attention.attend(projected, cos_sin, positions, cache, spec=spec)
 
     def kernels(*operands):
-        return kernel_ops.attention(*operands, choice, spec=spec, norm=NORM, head_norms=head_norms)
+        return kernel_ops.attention(*operands, choice, spec=spec, norm=NORM, weights=weights)
 
     return jax.jit(plain if implementation == "xla" else kernels)
 
@@ -245,7 +248,7 @@ POSITIONS = {
 )
 def test_tokens_anywhere_see_what_plain_jax_lets_them_see(limits, has_norms, alone, kernels):
     spec, head_dim = AttentionSpec(0.3, *limits), 16
-    norms = norms_of_heads(head_dim) if has_norms else None
+    norms = norms_of_heads(head_dim) if has_norms else NO_WEIGHTS
     projected, cos_sin, cache = heads(2, 3, 2, 3, head_dim, 200, parts=2)
     plain = attend("xla", spec, norms)
     ours = attend(kernels, spec, norms, prepares_in_attention=alone)

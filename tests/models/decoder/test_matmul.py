@@ -36,6 +36,7 @@ SIZES = [
     (5, 5, 128, 128),
     (8, 6, 640, 384),
     (10, 10, 256, 192),
+    (3, 4, 736, 224),  # Steps of 32 along the summed axis, which no 64 divides.
 ]
 
 
@@ -168,7 +169,8 @@ def test_products_fit_on_a_small_gpu(name, rows):
 @pytest.mark.parametrize("tiling", [matmul_tiling, glu_tiling])
 def test_a_matrix_that_does_not_divide_is_left_to_xla(tiling):
     assert tiling(8, 4096, 4096, 2) is not None
-    assert tiling(8, 4096 + 8, 4096, 2) is None
+    assert tiling(8, 4096 + 32, 4096, 2).block_k == 32
+    assert tiling(8, 4096 + 16, 4096, 2) is None
     assert tiling(8, 4096, 4096 + 16, 2) is None
 
 

@@ -333,8 +333,8 @@ MUTATIONS = (
     ),
     Mutation(
         f"{_MODELS}tilings.matmul_tiling",
-        "block_n < 32 or size % block_k",
-        "block_n < 32",
+        "math.gcd(128 // itemsize, size)",
+        "128 // itemsize",
         products("test_a_matrix_that_does_not_divide_is_left_to_xla[matmul_tiling]"),
         "rows of a matrix after the last whole step are left out",
     ),

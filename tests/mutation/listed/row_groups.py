@@ -7,6 +7,7 @@ __all__ = ["MUTATIONS"]
 
 _MODELS = "specjax.models.decoder."
 _PLAIN = row_groups("test_rows_are_those_of_the_plain_step[xla-llama-256]")
+_BIASES = row_groups("test_rows_are_those_of_the_plain_step[interpret-everything-256]")
 _KERNELS = row_groups("test_rows_are_those_of_the_plain_step[interpret-llama-256]")
 
 MUTATIONS = (
@@ -39,8 +40,22 @@ MUTATIONS = (
         "a program keeps its last segment alone",
     ),
     Mutation(
+        f"{_MODELS}pallas.add_rms_norm.add_rms_norm_kernel",
+        "added += _load(operands.bias, (index,), inside)",
+        "added += 0",
+        _BIASES,
+        "the bias of attention's output is left out",
+    ),
+    Mutation(
+        f"{_MODELS}pallas.request_qkv.RequestQKV.heads",
+        "jnp.broadcast_to(head, token.shape),",
+        "jnp.broadcast_to(head * 0, token.shape),",
+        _BIASES,
+        "every head has the first one's bias",
+    ),
+    Mutation(
         f"{_MODELS}pallas.matmul._tile_rows",
-        "number += tile * block_m",
+        "number += tile * tiling.block_m",
         "number += tile * 0",
         _KERNELS,
         "every tile of a product has the first rows",

@@ -42,8 +42,8 @@ MUTATIONS = (
     ),
     Mutation(
         "specjax.models.decoder.decode_step_kernels._advance",
-        "defers and not is_summed\n        parts",
-        "defers\n        parts",
+        "is_added and not is_summed\n        parts",
+        "is_added\n        parts",
         _LOWERED,
         "a sum of XLA's may begin before the product is stored",
     ),

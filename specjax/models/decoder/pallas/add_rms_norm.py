@@ -30,6 +30,7 @@ __all__ = [
     "add_rms_norm_kernel",
     "inv_rms",
     "load_squares",
+    "scale_norm",
 ]
 
 
@@ -40,11 +41,15 @@ class AddNormOperands(NamedTuple):
       x: [R, E], the residual stream.
       parts: [Q, R, E], split-K partial sums of the added product; None adds nothing.
       weight: [E], of the norm, without its offset.
+      bias: [E], of the added product, or None.
+      added_weight: [E], of the added product's own norm, or None.
     """
 
     x: Any
     parts: Any
     weight: Any
+    bias: Any = None
+    added_weight: Any = None
 
 
 class AddNormOutputs(NamedTuple):
@@ -62,9 +67,16 @@ class AddNormOutputs(NamedTuple):
 
 
 def add_rms_norm_kernel(
-    operands: AddNormOperands, out: AddNormOutputs, *, offset: float, tile: Tile
+    operands: AddNormOperands,
+    out: AddNormOutputs,
+    *,
+    offset: float,
+    tile: Tile,
+    added_norm: NormSpec | None,
 ) -> None:
     """Writes one tile of s = x + sum_q parts[q], of s * (offset + weight), and its sum of s^2.
+
+    A bias is added to the product, and its own norm follows, where the model has them.
 
     Grid: R * n programs of 2 warps; one owns 256 elements of one row. Where a row's bits depend on
     no other row, R programs of 8 warps; one owns a row.
@@ -79,7 +91,8 @@ def add_rms_norm_kernel(
       operands: references.
       out: references.
       offset: added to the weight.
-      tile: of a row.
+      tile: of a row; the whole row if the added product has a norm.
+      added_norm: of the added product; None if it has none.
     """
     size = out.x.shape[1]
     row, tile_index = divmod_i32(pl.program_id(0), tile.num_tiles(size))
@@ -88,8 +101,16 @@ def add_rms_norm_kernel(
     if operands.parts is not None:
         num_parts = operands.parts.shape[0]
         parts = [_load(operands.parts, (q, row, index), inside) for q in range(num_parts)]
+        added = sum(parts[1:], parts[0])
+        if operands.bias is not None:
+            added += _load(operands.bias, (index,), inside)
         # The sum is rounded like a product in plain JAX; the residual stream is rounded below.
-        x += sum(parts[1:], parts[0]).astype(out.x.dtype).astype(jnp.float32)
+        added = added.astype(out.x.dtype).astype(jnp.float32)
+        if added_norm is not None:
+            scale = _load(operands.added_weight, (index,), inside) + added_norm.offset
+            factor = jax.lax.rsqrt(jnp.sum(added * added) / added_norm.size + added_norm.eps)
+            added = scale_norm(added * factor, scale, added_norm, out.x.dtype)
+        x += added
     stream = x.astype(out.x.dtype)
     x = stream.astype(jnp.float32)
     plgpu.store(out.x.at[row, index], stream, mask=inside)
@@ -125,33 +146,32 @@ def inv_rms(squares: jax.Array, norm: NormSpec) -> jax.Array:
 
 
 def add_rms_norm(
-    x: jax.Array,
-    parts: jax.Array | None,
-    weight: jax.Array,
+    operands: AddNormOperands,
     *,
     offset: float,
     tile: Tile,
+    added_norm: NormSpec | None,
     interpret: bool,
 ) -> AddNormOutputs:
     """Returns the residual stream with a product added, and its deferred norm.
 
     Args:
-      x: [B, T', E], the residual stream.
-      parts: [Q, B, T', E], of the product; None adds nothing.
-      weight: [E], of the norm, without its offset.
+      operands: arrays, whose rows have the axes [B, T'].
       offset: added to the weight.
       tile: of a row, from `tilings.norm_tile`.
+      added_norm: as in `add_rms_norm_kernel`.
       interpret: run in Pallas' interpreter.
 
     Returns:
       `AddNormOutputs` of [B, T', E], [B, T', E] and f32[B, T', n].
     """
-    *lead, size = x.shape
+    (*lead, size), parts = operands.x.shape, operands.parts
     num_rows, num_tiles = math.prod(lead), tile.num_tiles(size)
+    x = operands.x.reshape(num_rows, size)
     parts = None if parts is None else parts.reshape(-1, num_rows, size)
     outputs = launch(
-        functools.partial(add_rms_norm_kernel, offset=offset, tile=tile),
-        AddNormOperands(x.reshape(num_rows, size), parts, weight),
+        functools.partial(add_rms_norm_kernel, offset=offset, tile=tile, added_norm=added_norm),
+        operands._replace(x=x, parts=parts),
         AddNormOutputs(
             output((num_rows, size), x.dtype),
             output((num_rows, size), x.dtype),
@@ -162,6 +182,19 @@ def add_rms_norm(
         interpret=interpret,
     )
     return AddNormOutputs(*(y.reshape(*lead, -1) for y in outputs))
+
+
+def scale_norm(x: jax.Array, scale: jax.Array, norm: NormSpec, dtype: Any) -> jax.Array:
+    """Returns f32 rows of a norm times its weight, rounded as in `layers.rms_norm`.
+
+    Args:
+      x: f32[..., n], rows over their root mean square.
+      scale: f32[..., n], the weight with its offset.
+      norm: of which the offset says whether rows are rounded before they are scaled.
+      dtype: of the model.
+    """
+    x = x if norm.offset else x.astype(dtype).astype(jnp.float32)
+    return (x * scale).astype(dtype).astype(jnp.float32)
 
 
 def _columns(tile_index: jax.Array, width: int, size: int) -> tuple[jax.Array, jax.Array]:

@@ -20,13 +20,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from specjax.models.decoder.pallas.add_rms_norm import inv_rms, load_squares
-from specjax.models.decoder.pallas.tilings import GLU_TILE, MatmulTiling, pad_to_mma
+from specjax.models.decoder.pallas.tilings import GLU_TILE, MatmulTiling
 from specjax.models.decoder.shared_math import NormSpec
 from specjax.pallas.launch import divmod_i32, dot, launch, launch_dependents, output
 
 __all__ = [
     "ActivationOperands",
-    "ActivationOutput",
     "GLUOutput",
     "MatmulOperands",
     "SplitKParts",
@@ -75,12 +74,6 @@ class ActivationOperands(NamedTuple):
 
     gate_up: Any
     squares: Any
-
-
-class ActivationOutput(NamedTuple):
-    """`y` [R, N / 2]."""
-
-    y: Any
 
 
 def split_k_matmul_kernel(
@@ -166,7 +159,7 @@ def fused_glu_kernel(
 
 def glu_activation_kernel(
     operands: ActivationOperands,
-    out: ActivationOutput,
+    out: GLUOutput,
     *,
     norm: NormSpec,
     activation: Callable[[jax.Array], jax.Array],
@@ -218,18 +211,17 @@ def _tile_rows(operands: MatmulOperands, tiling: MatmulTiling) -> tuple[jax.Arra
     memory. Padding repeats rows, so that a load needs no mask.
     """
     num_rows = operands.rows.shape[0]
-    num_tiles, block_m = _row_tiles(num_rows, tiling)
-    program, number = pl.program_id(0), jax.lax.iota(jnp.int32, block_m)
+    num_tiles = _num_row_tiles(num_rows, tiling)
+    program, number = pl.program_id(0), jax.lax.iota(jnp.int32, tiling.block_m)
     if num_tiles > 1:
         program, tile = divmod_i32(program, num_tiles)
-        number += tile * block_m
+        number += tile * tiling.block_m
     return program, _TileRows(number, jax.lax.rem(number, jnp.int32(num_rows)))
 
 
-def _row_tiles(num_rows: int, tiling: MatmulTiling) -> tuple[int, int]:
-    """Returns the number of tiles of R rows, and the rows of a tile."""
-    block_m = tiling.block_m or pad_to_mma(num_rows)
-    return -(-num_rows // block_m), block_m
+def _num_row_tiles(num_rows: int, tiling: MatmulTiling) -> int:
+    """Returns the number of tiles of R rows."""
+    return -(-num_rows // tiling.block_m)
 
 
 def _first_step(operands: MatmulOperands, split: jax.Array, tiling: MatmulTiling) -> jax.Array:
@@ -258,21 +250,21 @@ def _accumulate(
     is_row = jnp.broadcast_to((rows.number < num_rows)[:, None], (row.shape[0], tiling.block_k))
     mask, other = (None, None) if num_rows % row.shape[0] == 0 else (is_row, zero)
 
+    def place(n: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return ((n + column)[:, None], k[None]) if is_table else (k[:, None], (n + column)[None])
+
+    def product(x: jax.Array, tile: jax.Array) -> jax.Array:
+        axis = 1 if is_table else 0
+        return dot(tile, x, (axis, 1)) if tiling.swap_ab else dot(x, tile, (1, axis))
+
     def step(i: jax.Array, totals: list[jax.Array]) -> list[jax.Array]:
         k = i * tiling.block_k + offset
         x = plgpu.load(operands.rows.at[row[:, None], k[None]], mask=mask, other=other)
-        if is_table:
-            tiles = [plgpu.load(operands.matrix.at[(n + column)[:, None], k[None]]) for n in starts]
-            return [y + dot(tile, x, (1, 1)) for y, tile in zip(totals, tiles, strict=True)]
-        tiles = [plgpu.load(operands.matrix.at[k[:, None], (n + column)[None]]) for n in starts]
-        return [y + _product(x, tile, tiling) for y, tile in zip(totals, tiles, strict=True)]
+        tiles = [plgpu.load(operands.matrix.at[place(n, k)]) for n in starts]
+        return [y + product(x, tile) for y, tile in zip(totals, tiles, strict=True)]
 
     zeros = jnp.zeros(shape[::-1] if tiling.swap_ab else shape, jnp.float32)
     return jax.lax.fori_loop(begin, end, step, [zeros for _ in starts])
-
-
-def _product(rows: jax.Array, tile: jax.Array, tiling: MatmulTiling) -> jax.Array:
-    return dot(tile, rows, (0, 1)) if tiling.swap_ab else dot(rows, tile, (1, 0))
 
 
 def _store_tile(
@@ -307,19 +299,21 @@ def split_k_matmul(
     Args:
       x: [B, T', E].
       matrix: [E, N]; with `is_table` [N, E].
-      tiling: block sizes; with `is_table` the matrix is the left operand.
+      tiling: block sizes.
       pdl: whether the next kernel may start early, as in `split_k_matmul_kernel`.
       interpret: run in Pallas' interpreter.
       is_table: whether the matrix is an output layer's table.
     """
     *lead, size = x.shape
     num_rows, width = math.prod(lead), matrix.shape[0 if is_table else 1]
-    kernel = functools.partial(split_k_matmul_kernel, tiling=tiling, pdl=pdl and not interpret)
+    kernel = functools.partial(
+        split_k_matmul_kernel, tiling=tiling, pdl=pdl and not interpret, is_table=is_table
+    )
     parts = launch(
-        functools.partial(kernel, is_table=True) if is_table else kernel,
+        kernel,
         MatmulOperands(x.reshape(num_rows, size), matrix),
         SplitKParts(output((tiling.split_k, num_rows, width))),
-        num_programs=width // tiling.block_n * tiling.split_k * _row_tiles(num_rows, tiling)[0],
+        num_programs=width // tiling.block_n * tiling.split_k * _num_row_tiles(num_rows, tiling),
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,
         interpret=interpret,
@@ -364,7 +358,7 @@ def fused_glu(
         kernel,
         MatmulOperands(x.reshape(num_rows, size), matrix, squares),
         GLUOutput(output((num_rows, width), x.dtype)),
-        num_programs=width // tiling.block_n * _row_tiles(num_rows, tiling)[0],
+        num_programs=width // tiling.block_n * _num_row_tiles(num_rows, tiling),
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,
         interpret=interpret,
@@ -397,7 +391,7 @@ def glu_activation(
     y = launch(
         functools.partial(glu_activation_kernel, norm=norm, activation=activation),
         ActivationOperands(gate_up.reshape(num_rows, columns), squares),
-        ActivationOutput(output((num_rows, width), dtype)),
+        GLUOutput(output((num_rows, width), dtype)),
         num_programs=num_rows * GLU_TILE.num_tiles(width),
         num_warps=GLU_TILE.num_warps,
         interpret=interpret,

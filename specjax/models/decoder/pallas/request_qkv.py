@@ -4,8 +4,8 @@ For token t and a head
 
     qkv_t = rsqrt(mean(x_t^2) + eps) * sum_q parts[q, t]
 
-rounded to the cache's dtype. Then follow the norms of the heads of queries and keys (QK-norm), if
-there are any, and the rotation (RoPE).
+plus a bias, if there is one, rounded to the cache's dtype. Then follow the norms of the heads of
+queries and keys (QK-norm), if there are any, and the rotation (RoPE).
 
 Axes as in `attention`; `N` rows of a tile, each one head of one token.
 
@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import triton as plgpu
 
-from specjax.models.decoder.pallas.add_rms_norm import inv_rms, load_squares
+from specjax.models.decoder.pallas.add_rms_norm import inv_rms, load_squares, scale_norm
 from specjax.models.decoder.shared_math import NormSpec, rotate_halves
 from specjax.pallas.kernel_config import next_power_of_2
 
@@ -50,6 +50,7 @@ class QKVOperands(NamedTuple):
       values: [B, G, S, D], the cache.
       query_norm: [D], weight of the norm of each query; None if queries and keys have none.
       key_norm: [D], weight of the norm of each key; None if there is none.
+      bias: [H + 2 * G, D], of the projection, or None.
       rows: i32[B], the row of the cache, of R rows then, that each request of the call continues.
         Several may continue one row. None is row b of B.
     """
@@ -63,6 +64,7 @@ class QKVOperands(NamedTuple):
     values: Any
     query_norm: Any = None
     key_norm: Any = None
+    bias: Any = None
     rows: Any = None
 
 
@@ -98,6 +100,9 @@ class RequestQKV(NamedTuple):
             total += load_rows(parts, (q, self.b, token, head), dim, mask).astype(jnp.float32)
         if self.inv_rms_of is not None:
             total *= self.inv_rms_of(token)[:, None]
+        if (bias := self.operands.bias) is not None:
+            at = (jnp.broadcast_to(head, token.shape),)
+            total += load_rows(bias, at, dim, mask).astype(jnp.float32)
         return total.astype(self.operands.keys.dtype).astype(jnp.float32)
 
     def value_halves(
@@ -179,9 +184,8 @@ class RequestQKV(NamedTuple):
         size, offset, dtype = self.head_norm.size, self.head_norm.offset, self.operands.keys.dtype
         scale = plgpu.load(weight.at[dim], mask=dim < size, other=jnp.zeros((), weight.dtype))
         y = x * jax.lax.rsqrt(squares / size + self.head_norm.eps)[:, None]
-        # Rounded as in `layers.rms_norm`.
-        y = y if offset else y.astype(dtype).astype(jnp.float32)
-        return (y * (scale.astype(jnp.float32) + offset)[None]).astype(dtype).astype(jnp.float32)
+        scale = (scale.astype(jnp.float32) + offset)[None]
+        return scale_norm(y, scale, self.head_norm, dtype)
 
 
 def cache_row(rows: Any, b: jax.Array) -> jax.Array:

@@ -52,13 +52,16 @@ _MULTIPROCESSOR_BYTES = 224 * 1024
 # The smallest side of a product that Triton multiplies.
 MIN_MMA = 16
 
+# The smallest side of a matrix's tile. A line of memory has 64 numbers of bfloat16, 32 of float32.
+_MIN_BLOCK = 32
+
 # Rows of a tile of queries for more than 16 tokens, and most queries of a key-value head. Two tiles
 # of 64 rows are resident at once, so that one multiplies while the other exponentiates.
 _LONG_ROWS, _MAX_LONG_ROWS = 64, 128
 
-# Where a row's bits depend on no other row: rows of a tile of queries, its warps, and the blocks of
+# Where a row's bits depend on no other row: the fewest rows of a tile of queries, and the blocks of
 # a segment. 32 rows are the heads of 8 tokens of an 8B model's key-value head.
-_INVARIANT_ROWS, _INVARIANT_WARPS, _SEGMENT = 32, 4, 4
+_INVARIANT_ROWS, _SEGMENT = 32, 4
 
 # Rows of a product's tile, where a row's bits depend on no other row.
 INVARIANT_BLOCK_M = 128
@@ -87,6 +90,7 @@ class DecodeConfig:
       num_register_splits: splits that the combining program loads at a time.
       combines_in_attention: whether the last program of a key-value head combines its splits.
       max_matmul_rows: rows up to which the kernels multiply; XLA multiplies more.
+      adds_biases: whether the kernels add the biases of attention's projections, instead of XLA.
       row_invariant: whether a row's bits depend on no other row. Then sums have one order for any
         number of rows, the kernels multiply all of them, and the sizes above are not read.
       min_whole_programs: with `row_invariant`, programs of attention from which on each reads a
@@ -99,18 +103,20 @@ class DecodeConfig:
     num_register_splits: int | None = None
     combines_in_attention: bool | None = None
     max_matmul_rows: int = 128
+    adds_biases: bool = False
     row_invariant: bool = False
     min_whole_programs: int = 256
 
     def for_row_invariance(self) -> Self:
         """Returns the choices with which a row's bits depend on no other row."""
-        return dataclasses.replace(self, row_invariant=True)
+        return dataclasses.replace(self, row_invariant=True, adds_biases=True)
 
 
 class MatmulTiling(NamedTuple):
     """Tile sizes, splits, warps and stages of a product of few rows with a matrix.
 
     Attributes:
+      block_m: rows of a program's tile, with padding.
       block_n: columns of the matrix in a program's tile.
       block_k: rows of the matrix that are multiplied at once.
       split_k: programs per tile, each with its range of the matrix's rows.
@@ -118,16 +124,15 @@ class MatmulTiling(NamedTuple):
         of the left operand at a time, and as few as 8 columns of the right one.
       num_warps: of a program.
       num_stages: iterations of the loop whose loads are in flight at once.
-      block_m: rows of a program's tile; None is all rows.
     """
 
+    block_m: int
     block_n: int
     block_k: int
     split_k: int
     swap_ab: bool
     num_warps: int
     num_stages: int
-    block_m: int | None = None
 
 
 class AttentionTiling(NamedTuple):
@@ -289,7 +294,7 @@ def attention_tiling(
             num_splits=num_splits,
             even_splits=num_splits,
             blocks_per_split=_SEGMENT,
-            num_warps=_INVARIANT_WARPS,
+            num_warps=num_attention_warps(num_rows, head_dim),
             num_stages=num_stages,
             num_register_splits=1,
             combines_in_attention=True,
@@ -372,8 +377,8 @@ def matmul_tiling(
     """
     # More than 64 rows are narrow tiles in few parts: parts of many rows take time to add.
     is_tall = num_rows > 64
-    block_n, block_k = math.gcd(64 if is_tall else 128, width), 128 // itemsize
-    if block_n < 32 or size % block_k:
+    block_n, block_k = math.gcd(64 if is_tall else 128, width), math.gcd(128 // itemsize, size)
+    if min(block_n, block_k) < _MIN_BLOCK:
         return None
     num_tiles = width // block_n
     wanted = -(-_MIN_TALL_PROGRAMS // num_tiles) if is_tall else NUM_MULTIPROCESSORS // num_tiles
@@ -381,9 +386,10 @@ def matmul_tiling(
     most_of_six_stages = NUM_MULTIPROCESSORS if is_tall else 111
     max_stages = 6 if split_k * num_tiles <= most_of_six_stages else 4
     swap_ab = is_tall or num_rows <= MIN_MMA
-    stage_bytes = (pad_to_mma(num_rows) + block_n) * block_k * itemsize
+    block_m = pad_to_mma(num_rows)
+    stage_bytes = (block_m + block_n) * block_k * itemsize
     num_stages = min(max_stages, shared_memory_bytes // stage_bytes)
-    return MatmulTiling(block_n, block_k, split_k, swap_ab, num_warps=4, num_stages=num_stages)
+    return MatmulTiling(block_m, block_n, block_k, split_k, swap_ab, 4, num_stages)
 
 
 def glu_tiling(
@@ -401,16 +407,17 @@ def glu_tiling(
       itemsize: bytes of a number.
       shared_memory_bytes: of a program.
     """
-    block_k = 128 // itemsize
+    block_k = math.gcd(128 // itemsize, size)
     # Tiles of 128 columns, where that gives nearly every multiprocessor one program, which fits.
     is_wide = width % 128 == 0 and 96 <= width // 128 <= NUM_MULTIPROCESSORS
     is_wide = is_wide and shared_memory_bytes > 200 * 1024 and num_rows <= 64
     block_n = 128 if is_wide else math.gcd(64, width)
-    if block_n < 32 or size % block_k:
+    if min(block_n, block_k) < _MIN_BLOCK:
         return None
     programs_per_multiprocessor = -(-width // block_n // NUM_MULTIPROCESSORS)
     program_bytes = min(_MULTIPROCESSOR_BYTES // programs_per_multiprocessor, shared_memory_bytes)
-    stage_bytes = (pad_to_mma(num_rows) + 2 * block_n) * block_k * itemsize
+    block_m = pad_to_mma(num_rows)
+    stage_bytes = (block_m + 2 * block_n) * block_k * itemsize
     num_stages = max(3, min(4 if is_wide else 6, program_bytes // stage_bytes))
     num_warps, swap_ab = 8 if is_wide else 4, num_rows <= 64
-    return MatmulTiling(block_n, block_k, 1, swap_ab, num_warps, num_stages)
+    return MatmulTiling(block_m, block_n, block_k, 1, swap_ab, num_warps, num_stages)
