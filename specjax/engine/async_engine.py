@@ -21,11 +21,16 @@ import weakref
 from types import TracebackType
 from typing import Any, NamedTuple, Unpack
 
-from specjax.checks import check_flag
+from specjax.checks import check_count, check_flag
 from specjax.engine.engine import Engine
-from specjax.engine.request import FinishReason, Request
+from specjax.engine.request import FinishReason
 from specjax.engine.request_stream import Cursor, RequestStream, wake_readers
-from specjax.engine.submission import SampleArguments, SubmitArguments, check_timeout
+from specjax.engine.submission import (
+    SampleArguments,
+    Submission,
+    SubmitArguments,
+    check_timeout,
+)
 from specjax.engine.usage import Totals
 
 __all__ = ["AsyncEngine"]
@@ -162,14 +167,21 @@ class AsyncEngine:
         _running.add(self)
 
     def submit(
-        self, prompt: Any, *, timeout: float | None = None, **arguments: Unpack[SubmitArguments]
+        self,
+        prompt: Any,
+        *,
+        timeout: float | None = None,
+        priority: int = 0,
+        **arguments: Unpack[SubmitArguments],
     ) -> RequestStream:
-        """Puts a request at the end of the queue, without waiting for anything.
+        """Puts a request into the queue, without waiting for anything.
 
         Args:
           prompt: as in `Engine.submit`.
           timeout: most seconds from now to its end, a number > 0; None is no limit. Then the
             request ends as "timed_out", between two steps, and keeps its tokens.
+          priority: a Python int >= 0: up to so many later requests of priority 0 go before this
+            one, unless its prompt is being read. Equal ones are first come, first served.
           **arguments: those of `Engine.submit`: `key` or `seed`, `max_new_tokens`, `temperature`,
             `eos_token_ids`, `sampling`, `stop`, `matcher`, `prompt_logprobs`.
 
@@ -177,7 +189,8 @@ class AsyncEngine:
           The request's `RequestStream`.
 
         Raises:
-          ValueError: as `Engine.submit` does, and for a prompt that it refuses.
+          ValueError: as `Engine.submit` does, for a prompt that it refuses, and for a priority
+            that is no int >= 0.
           queue.Full: if `max_waiting` requests wait.
           RuntimeError: if the engine drains, is closed or is broken.
 
@@ -191,8 +204,7 @@ class AsyncEngine:
           ...     stream.result().token_ids
           [1, 0, 1]
         """
-        deadline = time.monotonic() + check_timeout(timeout)
-        return self._follow(self.engine.submit(prompt, **arguments), deadline)
+        return self._submit(Submission(prompt, **arguments), None, timeout, priority)[0]
 
     def submit_samples(
         self,
@@ -200,14 +212,16 @@ class AsyncEngine:
         prompt: Any,
         *,
         timeout: float | None = None,
+        priority: int = 0,
         **arguments: Unpack[SampleArguments],
     ) -> list[RequestStream]:
-        """Puts several requests of one prompt at the end of the queue; the prompt is read once.
+        """Puts several requests of one prompt into the queue; the prompt is read once.
 
         Args:
           num_samples: a Python int >= 1.
           prompt: as in `Engine.submit`.
           timeout: as in `submit`, for each request.
+          priority: as in `submit`, of all together.
           **arguments: those of `Engine.submit_samples`. Sample i has the key
             `jax.random.fold_in(key, i)`.
 
@@ -219,17 +233,25 @@ class AsyncEngine:
           queue.Full: if more than `max_waiting` requests would wait.
           RuntimeError: as `submit` does.
         """
-        deadline = time.monotonic() + check_timeout(timeout)
-        requests = self.engine.submit_samples(num_samples, prompt, **arguments)
-        return [self._follow(request, deadline) for request in requests]
+        return self._submit(Submission(prompt, **arguments), num_samples, timeout, priority)
 
-    def _follow(self, request: Request, deadline: float) -> RequestStream:
-        """Returns the stream of a new request, which the thread follows from now on."""
-        if request.finish_reason == FinishReason.REFUSED:
-            raise ValueError(request.error)
-        cursor = Cursor(request, deadline)
-        self._thread.commands.put(cursor)
-        return RequestStream(cursor, self._thread.commands, self)
+    def _submit(
+        self,
+        submission: Submission,
+        num_samples: int | None,
+        timeout: float | None,
+        priority: int,
+    ) -> list[RequestStream]:
+        """Returns the streams of new requests, which the thread follows from now on."""
+        deadline = time.monotonic() + check_timeout(timeout)
+        check_count("priority", priority, 0, "the later requests that may go before")
+        requests = self.engine._enqueue(submission, num_samples, priority)
+        if requests[0].finish_reason == FinishReason.REFUSED:
+            raise ValueError(requests[0].error)
+        cursors = [Cursor(request, deadline) for request in requests]
+        for cursor in cursors:
+            self._thread.commands.put(cursor)
+        return [RequestStream(cursor, self._thread.commands, self) for cursor in cursors]
 
     @property
     def state(self) -> str:

@@ -214,7 +214,7 @@ class Engine:
             seed,
             prompt_logprobs,
         )
-        return self._enqueue(submission, [-1])[0]
+        return self._enqueue(submission)[0]
 
     def submit_samples(
         self,
@@ -263,20 +263,27 @@ class Engine:
           >>> [len(sample.token_ids) for sample in samples]
           [5, 5, 5, 5]
         """
-        num_samples = check_count("num_samples", num_samples, 1, "the requests of one prompt")
         submission = Submission(
             prompt, key, max_new_tokens, temperature, eos_token_ids, sampling, stop, seed=seed
         )._replace(prompt_logprobs=prompt_logprobs)
-        return self._enqueue(submission, range(num_samples))
+        return self._enqueue(submission, num_samples)
 
-    def _enqueue(self, submission: Submission, samples: Sequence[int]) -> list[Request]:
-        """Returns a request for each sample index, and queues the requests that go on."""
+    def _enqueue(
+        self, submission: Submission, num_samples: int | None = None, priority: int = 0
+    ) -> list[Request]:
+        """Returns the request of a submission, or so many, and queues those that go on."""
+        samples: Sequence[int] = [-1]
+        if num_samples is not None:
+            why = "the requests of one prompt"
+            samples = range(check_count("num_samples", num_samples, 1, why))
+            if submission.matcher is not None:
+                raise TypeError("matcher is given; it reads one text, and samples are several.")
         checked, queue = check_request(submission, self._limits), self._scheduler.queue
         queue.check_room(len(samples))
         requests = [make_request(checked, self._limits, self._scheduler) for _ in samples]
         pairs = zip(requests, samples, strict=True)
         if waiting := {one: sample for one, sample in pairs if one.finish_reason is None}:
-            queue.put(PromptGroup(checked, waiting))
+            queue.put(PromptGroup(checked, waiting, priority))
         return requests
 
     def abort(self, request: Request) -> None:

@@ -73,7 +73,7 @@ class Submission(NamedTuple):
     """Arguments of `Engine.submit`, unchecked."""
 
     prompt: object
-    key: jax.Array | None
+    key: jax.Array | None = None
     max_new_tokens: int | None = None
     temperature: object = 1.0
     eos_token_ids: object = ()

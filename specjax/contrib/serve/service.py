@@ -165,6 +165,8 @@ class Service:
         streams: list[RequestStream] = []
         try:
             for ids in prompts:
+                # The first text of a body before the second of an earlier one.
+                arguments["priority"] = len(streams)
                 streams += self._submit_prompt(ids, parameters, arguments, new_matcher)
         except BaseException as error:
             for stream in streams:

@@ -13,6 +13,7 @@ import pytest
 
 import specjax
 from specjax import models
+from specjax.contrib.serve.parameters import read_completion
 
 pytestmark = [pytest.mark.lenient, pytest.mark.once]
 
@@ -267,6 +268,24 @@ def test_a_full_queue_is_429_with_a_time_and_takes_none_of_the_request(served):
     assert error.value.response.headers["retry-after"] == "1"
     assert "x-should-retry" not in error.value.response.headers
     until(lambda: engine.num_running + engine.num_waiting == 0)
+
+
+def test_two_bodies_of_many_prompts_let_another_client_in_and_get_the_same_texts(served):
+    service, engine = served.service, served.service.engine
+
+    def submit(num_prompts, **body):
+        prompts = [[i + 1] for i in range(num_prompts)]
+        body |= {"prompt": prompts, "seed": 1, "max_tokens": 3}
+        return service.submit(read_completion(body, service.limits))
+
+    with engine.engine._scheduler._step_lock:
+        bodies = [submit(10), submit(10)]
+        other = submit(1, n=2)
+        order = engine.engine._scheduler.queue.waiting()
+    # After three prompts of the first body and two of the second.
+    assert order.index(other[0].stream.request) == 5
+    first, second = ([one.stream.result().token_ids for one in body] for body in bodies)
+    assert first == second
 
 
 def test_a_request_that_takes_too_long_is_an_error_within_a_stream_too(served, monkeypatch):
