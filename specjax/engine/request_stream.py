@@ -71,10 +71,11 @@ class Cursor:
     def start_waiting(self, waiter: Waiter) -> bool:
         """Sets the waiter; returns whether it has to wait.
 
-        Earlier tokens are seen here, and later ones find the waiter.
+        Earlier tokens are seen here, and later ones find the waiter. A closed one waits until its
+        request has ended.
         """
         self.waiter = waiter
-        return not (self.is_closed or self.has_news())
+        return not self.has_news()
 
 
 class RequestStream:
@@ -124,16 +125,23 @@ class RequestStream:
         self.close()
 
     def result(self) -> Request:
-        """Waits in a thread until the request has ended, and returns it."""
-        for _ in self:
-            pass
+        """Waits in a thread until the request has ended, by `close`, too, and returns it."""
+        while self._goes_on():
+            self._wait()
         return self.request
 
     async def aresult(self) -> Request:
-        """Waits in a coroutine until the request has ended, and returns it."""
-        async for _ in self:
-            pass
+        """Waits in a coroutine until the request has ended, by `close`, too, and returns it."""
+        while self._goes_on():
+            await self._wait_in_loop()
         return self.request
+
+    def _goes_on(self) -> bool:
+        """Takes all news, and returns whether the request has not ended."""
+        while (chunk := self._cursor.take()) is not None:
+            if chunk.finish_reason is not None:
+                return False
+        return True
 
     def __iter__(self) -> "RequestStream":
         return self
@@ -142,10 +150,7 @@ class RequestStream:
         while not self._cursor.is_closed:
             if (chunk := self._cursor.take()) is not None:
                 return chunk
-            event = threading.Event()
-            with self._waiting(event) as must_wait:
-                if must_wait:
-                    event.wait()
+            self._wait()
         raise StopIteration
 
     def __aiter__(self) -> "RequestStream":
@@ -155,11 +160,20 @@ class RequestStream:
         while not self._cursor.is_closed:
             if (chunk := self._cursor.take()) is not None:
                 return chunk
-            future = asyncio.get_running_loop().create_future()
-            with self._waiting(future) as must_wait:
-                if must_wait:
-                    await future
+            await self._wait_in_loop()
         raise StopAsyncIteration
+
+    def _wait(self) -> None:
+        event = threading.Event()
+        with self._waiting(event) as must_wait:
+            if must_wait:
+                event.wait()
+
+    async def _wait_in_loop(self) -> None:
+        future = asyncio.get_running_loop().create_future()
+        with self._waiting(future) as must_wait:
+            if must_wait:
+                await future
 
     @contextlib.contextmanager
     def _waiting(self, waiter: Waiter) -> Iterator[bool]:
@@ -203,7 +217,7 @@ def wake_readers(cursors: Iterable[Cursor]) -> None:
     for cursor in cursors:
         # Read once: the reader may leave meanwhile.
         waiter = cursor.waiter
-        if waiter is None or not (cursor.is_closed or cursor.has_news()):
+        if waiter is None or not cursor.has_news():
             continue
         if isinstance(waiter, threading.Event):
             waiter.set()

@@ -411,6 +411,21 @@ def test_a_reader_that_leaves_aborts_its_request_alone(leave):
     assert (request.finish_reason, len(request.token_ids)) == ("aborted", 2)
 
 
+def test_the_result_of_a_closed_stream_says_that_it_was_aborted():
+    engine = make_engine()
+    gate = Gate(engine)
+    with serving(engine) as server:
+        streams = submit_all(server, {"seed": 0}, {"seed": 1})
+        gate.is_held.wait()
+        for stream in streams:
+            stream.close()
+        assert streams[0].request.finish_reason is None
+        gate.is_open.set()
+        results = streams[0].result(), asyncio.run(streams[1].aresult())
+        assert [one.finish_reason for one in results] == ["aborted"] * 2
+        assert next(streams[0], "no chunk") == "no chunk"
+
+
 def test_a_stream_has_one_reader_at_a_time():
     engine = make_engine()
     gate = Gate(engine, number=0)
