@@ -169,6 +169,9 @@ def test_parameters_that_are_not_given_are_those_of_the_generation_config(tmp_pa
     assert read(fields, "--ignore-generation-config") == (None, nothing)
     assert read({"top_k": -1, "top_p": 1}) == (None, nothing)
     assert read({"do_sample": False})[1]["temperature"] == 0
+    assert repr(read({"top_k": 50.0, "top_p": 0.5})[1]["top_k"]) == "50"
+    with pytest.raises(ValueError, match=r"has top_k 50.5; it needs an integer in \[0, "):
+        read({"top_k": 50.5})
     with pytest.raises(ValueError, match=r"generation_config.json has top_p 2; it needs a number"):
         read({"top_p": 2})
 

@@ -146,6 +146,10 @@ class _Routes:
                 "prompt": fields.text,
                 "messages": lambda name, value: read_messages(name, value, self._limits),
                 "add_special_tokens": fields.flag,
+                "return_token_strs": fields.flag,
+                # What the chat template does anyhow.
+                "add_generation_prompt": fields.constant(True),
+                "continue_final_message": fields.constant(False),
             },
         )
         if ("prompt" in given) == ("messages" in given):
@@ -155,8 +159,14 @@ class _Routes:
             ids = codec.encode_chat(given["messages"], most)
         else:
             is_whole = not given.get("add_special_tokens", True)
-            ids = codec.encode_text(given["prompt"], is_whole, most) if given["prompt"] else []
-        return {"tokens": ids, "count": len(ids), "max_model_len": most}
+            ids = codec.encode_text(given["prompt"], is_whole, most)
+        names = map(codec.tokenizer.id_to_token, ids) if given.get("return_token_strs") else None
+        return {
+            "tokens": ids,
+            "token_strs": None if names is None else list(names),
+            "count": len(ids),
+            "max_model_len": most,
+        }
 
     async def detokenize(self, request: Request) -> Response:
         return await self._call(request, self._detokenize)

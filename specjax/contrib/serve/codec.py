@@ -89,14 +89,9 @@ class Codec(NamedTuple):
                 code="context_length_exceeded",
             )
         try:
-            ids = self.encode(text, is_rendered)
+            return self.encode(text, is_rendered)
         except ValueError as error:
             raise ApiError(str(error), param) from None
-        if not ids:
-            raise ApiError(
-                "the prompt has no tokens: it gives the model nothing to continue.", param
-            )
-        return ids
 
 
 def tokenizer_info(

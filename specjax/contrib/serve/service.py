@@ -186,13 +186,20 @@ class Service:
             prompts = [self.codec.encode_chat(parameters.messages, most)]
         else:
             prompts = [self.codec.encode_prompt(prompt, most) for prompt in parameters.prompts]
+        param, num_new = (
+            "messages" if parameters.messages else "prompt",
+            parameters.max_new_tokens or 1,
+        )
         for ids in prompts:
-            num_new = parameters.max_new_tokens or 1
+            if not ids:
+                raise ApiError(
+                    "the prompt has no tokens: it gives the model nothing to continue.", param
+                )
             if len(ids) + num_new > most:
                 raise ApiError(
                     f"the prompt has {len(ids)} tokens and may get {num_new} new ones; this server "
                     f"takes at most {most} together.",
-                    "messages" if parameters.messages else "prompt",
+                    param,
                     code="context_length_exceeded",
                 )
         return prompts

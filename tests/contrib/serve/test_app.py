@@ -248,6 +248,10 @@ def test_refusals_are_errors_of_the_client_with_the_name_of_the_field(served):
     with pytest.raises(openai.BadRequestError, match="at most 128") as error:
         complete(served, prompt=[1] * 120, max_tokens=20)
     assert error.value.code == "context_length_exceeded"
+    for prompt in ("", [""], [[]], [[1], []]):
+        with pytest.raises(openai.BadRequestError, match="no tokens") as error:
+            complete(served, prompt=prompt)
+        assert error.value.param == "prompt"
     with pytest.raises(openai.BadRequestError, match="at most 32"):  # --max-waiting
         complete(served, prompt=["a"] * 33)
     with pytest.raises(openai.BadRequestError, match=r"the model/chat_template\.jinja cannot"):
@@ -308,11 +312,17 @@ def test_the_tokenizer_is_served_as_lm_eval_asks_for_it(served):
     info = served.http.get("/tokenizer_info").json()
     assert info["eos_token"] == served.service.texts.text_of(0)
     assert "messages" in info["chat_template"]
-    ids = encode(served, PROMPT)
+    asked = {"prompt": PROMPT, "add_special_tokens": True, "return_token_strs": True}
+    answer = served.http.post("/tokenize", json=asked).json()
+    ids, names = answer["tokens"], answer["token_strs"]
+    assert [served.service.codec.tokenizer.token_to_id(name) for name in names] == ids
     assert served.http.post("/detokenize", json={"tokens": ids}).json()["prompt"] == PROMPT
-    messages = {"messages": [{"role": "user", "content": "hi"}]}
-    count = served.http.post("/tokenize", json=messages).json()["count"]
-    assert count == chat(served, max_tokens=1).usage.prompt_tokens
+    messages = {"messages": [{"role": "user", "content": "hi"}], "add_generation_prompt": True}
+    answer = served.http.post("/tokenize", json=messages).json()
+    assert (answer["count"], answer["token_strs"]) == (len(answer["tokens"]), None)
+    assert answer["count"] == chat(served, max_tokens=1).usage.prompt_tokens
+    refused = served.http.post("/tokenize", json=messages | {"add_generation_prompt": False})
+    assert refused.json()["error"]["param"] == "add_generation_prompt"
 
 
 def test_metrics_count_what_prometheus_reads(served):
