@@ -71,6 +71,10 @@ _PAIR_OPTIONS = {
         "of weights, activations and caches: float32, bfloat16 or float16; default: float32 on a "
         "CPU, the folder's elsewhere",
     ),
+    "row_invariant": flag(
+        "a token's logits depend on its text alone, bit for bit: on no other request, draft or "
+        "length of a chunk; steps are a little slower on a GPU, and slower on a CPU",
+    ),
 }
 _TEMPLATE_OPTIONS = {
     "system": Option(str, "TEXT", "the system message, before the user's"),

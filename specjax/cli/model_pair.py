@@ -178,7 +178,8 @@ def _warn_of_verifier(pair: ModelPair, verifier: str | None) -> str | None:
 def describe_configs(pair: ModelPair) -> str:
     """Returns the cache key of the models' programs: configurations alone, equal for equal ones."""
     draft = pair.draft_spec if pair.draft is None else repr(pair.draft.config)
-    return f"{pair.target_config} {draft}"
+    kind = " row_invariant" if "row_invariant" in pair.load_target else ""
+    return f"{pair.target_config} {draft}{kind}"
 
 
 def pair_shapes(pair: ModelPair) -> tuple[Model, Drafter | None] | None:

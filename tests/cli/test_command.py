@@ -237,7 +237,7 @@ def test_xla_is_given_no_flag_that_a_later_jax_may_not_know(monkeypatch):
     """XLA ends the process at a flag that it does not know."""
     monkeypatch.setenv("XLA_FLAGS", "")
     monkeypatch.setattr(jax, "__version_info__", (0, 13, 0))
-    load_options(argparse.Namespace(mesh=2, replicate_draft=False, dtype=None))
+    load_options(parse_options(["sweep", "--mesh", "2"])[0])
     assert os.environ["XLA_FLAGS"] == ""
 
 
