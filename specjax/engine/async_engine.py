@@ -18,7 +18,6 @@ import queue
 import threading
 import time
 import weakref
-from types import TracebackType
 from typing import Any, NamedTuple, Unpack
 
 from specjax.checks import check_count, check_flag
@@ -134,7 +133,7 @@ class AsyncEngine:
         `jax.config.update` does.
 
     Attributes:
-      engine: the `Engine`.
+      engine: the `Engine`, whose counts any thread may read.
 
     Raises:
       RuntimeError: if the engine is closed, or another `AsyncEngine` steps it.
@@ -267,31 +266,6 @@ class AsyncEngine:
         return self.engine._scheduler.queue.closed_reason if self.state == "broken" else None
 
     @property
-    def num_slots(self) -> int:
-        """Requests that are decoded at once."""
-        return self.engine.num_slots
-
-    @property
-    def num_waiting(self) -> int:
-        """Requests that wait for a slot."""
-        return self.engine.num_waiting
-
-    @property
-    def num_running(self) -> int:
-        """Requests that had a slot and have not ended."""
-        return self.engine.num_running
-
-    @property
-    def num_steps(self) -> int:
-        """Steps dispatched so far."""
-        return self.engine.num_steps
-
-    @property
-    def occupancy(self) -> float:
-        """Share of the slots that held a request, over all steps so far; 0 before the first."""
-        return self.engine.occupancy
-
-    @property
     def totals(self) -> Totals:
         """Counts of the requests that have ended."""
         return self._thread.totals
@@ -328,24 +302,14 @@ class AsyncEngine:
     def __enter__(self) -> "AsyncEngine":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close(drain=error is None)
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.close(drain=kind is None)
 
     async def __aenter__(self) -> "AsyncEngine":
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        await self.aclose(drain=error is None)
+    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        await self.aclose(drain=kind is None)
 
     def __del__(self) -> None:
         if (thread := self.__dict__.get("_thread")) is not None:

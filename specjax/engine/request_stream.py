@@ -13,7 +13,6 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import Iterable, Iterator
-from types import TracebackType
 from typing import Protocol, TypeAlias
 
 from specjax.engine.request import Request, StreamChunk
@@ -191,23 +190,13 @@ class RequestStream:
     def __enter__(self) -> "RequestStream":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     async def __aenter__(self) -> "RequestStream":
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         self.close()
 
 

@@ -64,14 +64,14 @@ def take_defaults(options: argparse.Namespace, folder: str | os.PathLike[str]) -
 
 def _check(path: pathlib.Path, name: str, value: Any) -> float:
     """Returns a number within its option's limits; 50.0 is the integer 50."""
-    option = _OPTIONS[name]
-    assert option.limits is not None
-    low, high = option.limits
+    parse, limits = _OPTIONS[name].parse, _OPTIONS[name].limits
+    assert parse and limits
+    low, high = limits
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not (is_number and low <= value <= high and option.parse(value) == value):
-        noun = "an integer" if option.parse is int else "a number"
+    if not (is_number and low <= value <= high and parse(value) == value):
+        noun = "an integer" if parse is int else "a number"
         raise ValueError(
             f"{path} has {name} {quote(value)}; it needs {noun} in [{low:g}, {high:g}]. "
             "--ignore-generation-config leaves the file out."
         )
-    return option.parse(value)
+    return parse(value)

@@ -58,23 +58,20 @@ def make_app(service: Service, *, api_key: str | None = None) -> ASGIApp:
         executor.shutdown()
         schema_executor.shutdown()
 
-    text_routes: dict[str, tuple[Callable[[Any, Limits], Parameters], type[Reply]]] = {
-        "/v1/completions": (read_completion, CompletionReply),
-        "/v1/chat/completions": (read_chat, ChatReply),
-    }
+    def post(path: str, answer: Callable[..., Any], *arguments: Any) -> Route:
+        return Route(path, functools.partial(answer, *arguments), methods=["POST"])
+
     app = Starlette(
         routes=[
-            *(
-                Route(path, functools.partial(routes.text, read, kind), methods=["POST"])
-                for path, (read, kind) in text_routes.items()
-            ),
+            post("/v1/completions", routes.text, read_completion, CompletionReply),
+            post("/v1/chat/completions", routes.text, read_chat, ChatReply),
             Route("/v1/models", routes.models),
             Route("/v1/models/{name:path}", routes.model),
             Route("/v1/responses", routes.responses, methods=["GET", "POST"]),
             Route("/health", routes.health),
             Route("/metrics", routes.metrics),
-            Route("/tokenize", routes.tokenize, methods=["POST"]),
-            Route("/detokenize", routes.detokenize, methods=["POST"]),
+            post("/tokenize", routes.call, routes.tokenize),
+            post("/detokenize", routes.call, routes.detokenize),
             Route("/tokenizer_info", routes.tokenizer_info),
         ],
         exception_handlers={
@@ -125,20 +122,14 @@ class _Routes:
             raise ApiError(f"the body has {size} bytes; it takes at most {most}.", status=413)
         return bytes(body)
 
-    async def _call(self, request: Request, answer: Callable[[Any], Any]) -> Response:
-        """Returns what a function makes of a body, in a thread."""
+    async def call(self, answer: Callable[[Any], Any], request: Request) -> Response:
+        """Answers by what a function makes of a body, in a thread."""
         body = await self._body(request)
-
-        def run() -> Any:
-            return answer(fields.parse_json(body))
-
         loop = asyncio.get_running_loop()
-        return json_response(await loop.run_in_executor(self._executor, run))
+        value = loop.run_in_executor(self._executor, lambda: answer(fields.parse_json(body)))
+        return json_response(await value)
 
-    async def tokenize(self, request: Request) -> Response:
-        return await self._call(request, self._tokenize)
-
-    def _tokenize(self, body: Any) -> dict[str, Any]:
+    def tokenize(self, body: Any) -> dict[str, Any]:
         given = fields.read_fields(
             body,
             {
@@ -168,10 +159,7 @@ class _Routes:
             "max_model_len": most,
         }
 
-    async def detokenize(self, request: Request) -> Response:
-        return await self._call(request, self._detokenize)
-
-    def _detokenize(self, body: Any) -> dict[str, Any]:
+    def detokenize(self, body: Any) -> dict[str, Any]:
         readers = {"model": fields.text, "tokens": lambda _, value: value}
         tokens = fields.read_fields(body, readers).get("tokens")
         size = self._limits.vocab_size

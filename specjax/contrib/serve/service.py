@@ -9,8 +9,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
 from specjax.contrib.serve.codec import Codec
 from specjax.contrib.serve.errors import ApiError
@@ -23,6 +21,7 @@ from specjax.decode.matchers import Matcher
 from specjax.engine.async_engine import AsyncEngine
 from specjax.engine.request import FinishReason, StreamChunk, openai_finish_reason
 from specjax.engine.request_stream import RequestStream
+from specjax.engine.submission import key_of_seed
 from specjax.engine.usage import Usage
 from specjax.processing.sampling_params import SamplingParams
 
@@ -251,18 +250,16 @@ class Service:
     ) -> list[RequestStream]:
         """Returns a stream of each sample: sample i has the key folded with i, if n > 1."""
         seed = secrets.randbits(63) if parameters.seed is None else parameters.seed
-        num_samples = parameters.num_samples
-        if new_matcher is None:
-            if num_samples == 1:
-                return [self.engine.submit(ids, seed=seed, **arguments)]
-            return self.engine.submit_samples(num_samples, ids, seed=seed, **arguments)
-        # A matcher reads one text.
-        key = _key_of_seed(seed)
+        key, num_samples = key_of_seed(seed), parameters.num_samples
+        if new_matcher is None and num_samples > 1:
+            return self.engine.submit_samples(num_samples, ids, key=key, **arguments)
         keys = (
-            [key] if num_samples == 1 else [jax.random.fold_in(key, i) for i in range(num_samples)]
+            [jax.random.fold_in(key, i) for i in range(num_samples)] if num_samples > 1 else [key]
         )
+        # A matcher reads one text.
         return [
-            self.engine.submit(ids, key=key, matcher=new_matcher(), **arguments) for key in keys
+            self.engine.submit(ids, key=key, matcher=new_matcher and new_matcher(), **arguments)
+            for key in keys
         ]
 
     def _echo(self, parameters: Parameters, index: int, ids: list[int]) -> str | None:
@@ -270,12 +267,6 @@ class Service:
             return None
         prompt = parameters.prompts[index]
         return prompt if isinstance(prompt, str) else self.codec.tokenizer.decode(ids)
-
-
-def _key_of_seed(seed: int) -> jax.Array:
-    """Returns the key that the engine makes of a seed, of its 64 bits."""
-    words = np.array([seed >> 32 & 0xFFFFFFFF, seed & 0xFFFFFFFF], np.uint32)
-    return jax.random.wrap_key_data(jnp.asarray(words), impl="threefry2x32")
 
 
 def _refusal(error: BaseException) -> BaseException:
