@@ -60,7 +60,7 @@ def _read_command(argv: list[str] | None, exit_stack: contextlib.ExitStack) -> C
         has_defaults = options.command in ("generate", "chat")
         defaults = take_defaults(options, pair.folder) if has_defaults else None
     terminal.print_warning(pair.warning)
-    if defaults is not None and not (options.quiet or getattr(options, "json", False)):
+    if defaults is not None and not (options.quiet or options.json):
         terminal.print_note(defaults)
     if is_sweep:
         from specjax.cli.sweep.run_sweep import read_workload, run_sweep

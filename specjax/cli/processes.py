@@ -31,7 +31,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from specjax.cli.option_table import Option, check_limits, flag
+from specjax.cli.option_table import Option, flag
 from specjax.cli.streams import end_with_error
 
 __all__ = [
@@ -99,8 +99,7 @@ PROCESS_OPTIONS = {
 
 
 def check_mesh_options(options: argparse.Namespace) -> None:
-    """Refuses a number of devices below 1, and options that a mesh needs or cannot have."""
-    check_limits(options, MESH_OPTIONS)
+    """Refuses options that need a mesh or cannot have one."""
     if options.mesh is None and options.replicate_draft:
         raise ValueError("--replicate-draft is given without --mesh, which says over how many.")
     if options.mesh is not None and options.row_invariant:

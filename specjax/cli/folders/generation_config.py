@@ -65,7 +65,8 @@ def take_defaults(options: argparse.Namespace, folder: str | os.PathLike[str]) -
 def _check(path: pathlib.Path, name: str, value: Any) -> float:
     """Returns a number within its option's limits; 50.0 is the integer 50."""
     parse, limits = _OPTIONS[name].parse, _OPTIONS[name].limits
-    assert parse and limits
+    assert parse
+    assert limits
     low, high = limits
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not (is_number and low <= value <= high and parse(value) == value):

@@ -34,7 +34,7 @@ def report_memory(
 ) -> None:
     """Prints the sentence of `describe_memory`, unless the options ask for texts alone."""
     sentence = describe_memory(pair, config, **size)
-    if sentence is not None and not (options.quiet or getattr(options, "json", False)):
+    if sentence is not None and not (options.quiet or options.json):
         terminal.print_note(sentence)
 
 
