@@ -16,7 +16,6 @@ from specjax.cli.program_store import program_path
 from specjax.cli.stream_programs import StreamPrograms
 from specjax.config import SpeculativeConfig
 from specjax.decode.capacity import DEFAULT_CAPACITY
-from specjax.decode.commit import Finish
 from specjax.decode.drafters import Drafter
 from specjax.decode.logprobs import TopLogprobs
 from specjax.decode.metrics import Metrics
@@ -29,7 +28,7 @@ from specjax.decode.options import (
 )
 from specjax.decode.request_batch import RequestArguments, check_arguments
 from specjax.decode.state import DecodeState, RequestBatch
-from specjax.engine.request import FinishReason
+from specjax.engine.request import FINISH_REASONS, FinishReason
 from specjax.engine.stop_strings import StoppedText
 from specjax.processing.sampling_params import SamplingParams
 from specjax.types import Model
@@ -49,12 +48,6 @@ __all__ = [
 
 # Returns a context that shows its argument while it is open.
 Spinner = Callable[[str], contextlib.AbstractContextManager[Any]]
-_FINISH_NAMES = {
-    0: "interrupted",
-    Finish.LENGTH: "length",
-    Finish.END_OF_SEQUENCE: "end_of_sequence",
-    Finish.INVALID: "invalid_logits",
-}
 
 
 class GenerateJob(NamedTuple):
@@ -201,7 +194,8 @@ def _result_of(
     )
     index = slice(len(job.prompt_ids), length)
     top = jax.tree.map(lambda values: values[0, index], top)
-    name = FinishReason.STOP_STRING if text.stopped else _FINISH_NAMES[int(finish[0])]
+    name = FINISH_REASONS.get(int(finish[0]), "interrupted")
+    name = FinishReason.STOP_STRING if text.stopped else name
     return GenerateResult(text.text, ids[0, index].tolist(), name, metrics, top)
 
 

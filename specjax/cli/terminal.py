@@ -262,7 +262,7 @@ def _summary_rows(
     if job.drafter is None:
         return rows
     verification = job.options.rule or job.config.rejection_sample_method
-    if not is_exact(job):
+    if not is_exact(job.drafter, job.config, job.options.temperature):
         verification += ", not exact: the text does not follow the target's distribution"
     rows.append(("verification", Text(verification)))
     numbers = metrics_json(result)

@@ -248,9 +248,10 @@ class AsyncEngine:
         if requests[0].finish_reason == FinishReason.REFUSED:
             raise ValueError(requests[0].error)
         cursors = [Cursor(request, deadline) for request in requests]
+        put = self._thread.commands.put
         for cursor in cursors:
-            self._thread.commands.put(cursor)
-        return [RequestStream(cursor, self._thread.commands, self) for cursor in cursors]
+            put(cursor)
+        return [RequestStream(cursor, put, self) for cursor in cursors]
 
     @property
     def state(self) -> str:

@@ -12,24 +12,17 @@ those that were read. So unread tokens merge into the next chunk, and a slow rea
 import asyncio
 import contextlib
 import threading
-from collections.abc import Iterable, Iterator
-from typing import Protocol, TypeAlias
+from collections.abc import Callable, Iterable, Iterator
+from typing import TypeAlias
 
 from specjax.engine.request import Request, StreamChunk
 from specjax.engine.usage import Usage
 
-__all__ = ["Commands", "Cursor", "RequestStream", "Waiter", "wake_readers"]
+__all__ = ["Cursor", "RequestStream", "Waiter", "wake_readers"]
 
 
 # A reader that waits: a thread by an event, or a coroutine by a future of its event loop.
 Waiter: TypeAlias = "threading.Event | asyncio.Future[None]"
-
-
-class Commands(Protocol):
-    """Takes cursors, of new or closed streams, for the thread that steps."""
-
-    def put(self, cursor: "Cursor") -> None:
-        """Adds a cursor; any thread may call it, also during an interrupted call of its own."""
 
 
 class Cursor:
@@ -89,16 +82,17 @@ class RequestStream:
 
     Args:
       cursor: the request's.
-      commands: those of the thread that steps.
+      report: gives the thread that steps a closed cursor. Any thread may call it, also during an
+        interrupted call of its own.
       engine: an object that must not be collected before the stream.
 
     Attributes:
       request: the `Request`, with all its tokens so far.
     """
 
-    def __init__(self, cursor: Cursor, commands: Commands, engine: object) -> None:
+    def __init__(self, cursor: Cursor, report: Callable[[Cursor], None], engine: object) -> None:
         self.request = cursor.request
-        self._cursor, self._commands, self._engine = cursor, commands, engine
+        self._cursor, self._report, self._engine = cursor, report, engine
 
     @property
     def usage(self) -> Usage:
@@ -114,7 +108,7 @@ class RequestStream:
         # `SimpleQueue.put` may interrupt itself.
         was_closed, self._cursor.is_closed = self._cursor.is_closed, True
         if not was_closed and self.request.finish_reason is None:
-            self._commands.put(self._cursor)
+            self._report(self._cursor)
 
     def __del__(self) -> None:
         self.close()

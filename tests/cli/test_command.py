@@ -1008,8 +1008,8 @@ def test_the_command_offers_rules_and_says_that_they_are_not_exact(monkeypatch, 
 )
 def test_exact_is_what_follows_the_target(config, options, exact):
     job = job_of(drafter=ngram_drafter(), config=SpeculativeConfig(**config), **options)
-    assert is_exact(job) is exact
-    assert is_exact(job._replace(drafter=None))
+    assert is_exact(job.drafter, job.config, job.options.temperature) is exact
+    assert is_exact(None, job.config, job.options.temperature)
 
 
 @pytest.mark.once

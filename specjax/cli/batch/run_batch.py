@@ -18,7 +18,7 @@ from specjax.cli.arguments import SAMPLING_OPTIONS
 from specjax.cli.batch.output_file import OutputFile
 from specjax.cli.batch.read_lines import FIELDS, Encode, PromptLine, read_lines
 from specjax.cli.folders.pair_memory import report_memory
-from specjax.cli.json_report import is_exact_rule, list_logprobs
+from specjax.cli.json_report import is_exact, list_logprobs
 from specjax.cli.model_pair import (
     ModelPair,
     count_grammar,
@@ -248,10 +248,9 @@ def _changed_fields(config: SpeculativeConfig) -> dict[str, str]:
       >>> _changed_fields(SpeculativeConfig(num_speculative_tokens=3))
       {'num_speculative_tokens': '3'}
     """
-    values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
-    defaults = {field.name: field.default for field in dataclasses.fields(config)}
-    values.pop("rule")
-    return {name: repr(value) for name, value in values.items() if value != defaults[name]}
+    fields = [field for field in dataclasses.fields(config) if field.name != "rule"]
+    values = ((field, getattr(config, field.name)) for field in fields)
+    return {field.name: repr(value) for field, value in values if value != field.default}
 
 
 def _stop(options: argparse.Namespace, line: PromptLine) -> tuple[str, ...]:
@@ -386,11 +385,9 @@ def _output_of(job: BatchJob, line: PromptLine, request: Request) -> dict[str, A
     """Returns a line of the output."""
     listed = None
     if job.options.logprobs is not None:
-        tops = request.top_logprobs
-        columns: Any = map(np.array, zip(*tops, strict=True))
-        top = TopLogprobs(*columns) if tops else None
-        tokenizer = job.pair.tokenizer
-        listed = [] if top is None else list_logprobs(tokenizer, request.token_ids, top)
+        columns: Any = map(np.array, zip(*request.top_logprobs, strict=True))
+        top = TopLogprobs(*columns) if request.top_logprobs else None
+        listed = [] if top is None else list_logprobs(job.pair.tokenizer, request.token_ids, top)
     metrics = {} if request.metrics is None else request.metrics._asdict()
     turns = [*line.answers, _describe_turn(request)] if line.messages else []
     return {
@@ -403,7 +400,7 @@ def _output_of(job: BatchJob, line: PromptLine, request: Request) -> dict[str, A
         "num_prompt_tokens": len(line.token_ids),
         "logprobs": listed,
         "metrics": {name: count.tolist() for name, count in metrics.items()},
-        "exact": is_exact_rule(job.drafter, job.config, _value(job, line, "temperature")),
+        "exact": is_exact(job.drafter, job.config, _value(job, line, "temperature")),
         "date": job.date,
         **({"turns": turns} if turns else {}),
         "request_hash": job.hashes[line.number],

@@ -14,6 +14,7 @@ import jax
 import uvicorn
 
 from specjax import models
+from specjax.cli.folders.hub_cache import model_name
 from specjax.cli.model_pair import ModelPair, encode_text, load_pair, with_trained_k
 from specjax.config import SpeculativeConfig
 from specjax.contrib.grammars.llguidance_matcher import llguidance_reader
@@ -89,7 +90,7 @@ def make_service(
             _make_engine(options, with_trained_k(config, options, pair), pair, limits, sampling)
         ),
         codec,
-        options.model_name or _name_of(options),
+        options.model_name or ("specjax" if options.target is None else model_name(pair.folder)),
         limits,
         sampling=tuple(sampling),
     )
@@ -107,10 +108,6 @@ def _render(folder: str | os.PathLike[str], messages: Sequence[Message]) -> str:
         return models.chat_prompt(folder, messages)
     except ValueError as error:
         raise ValueError(str(error).replace(str(pathlib.Path(folder)), "the model")) from None
-
-
-def _name_of(options: argparse.Namespace) -> str:
-    return "specjax" if options.target is None else pathlib.Path(options.target).resolve().name
 
 
 def _make_engine(

@@ -184,7 +184,10 @@ class Service:
         if parameters.messages:
             prompts = [self.codec.encode_chat(parameters.messages, most)]
         else:
-            prompts = [self.codec.encode_prompt(prompt, most) for prompt in parameters.prompts]
+            prompts = [
+                one if isinstance(one, list) else self.codec.encode_text(one, False, most)
+                for one in parameters.prompts
+            ]
         param, num_new = (
             "messages" if parameters.messages else "prompt",
             parameters.max_new_tokens or 1,
