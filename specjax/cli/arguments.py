@@ -326,7 +326,8 @@ def parse_options(argv: list[str] | None) -> tuple[argparse.Namespace, Speculati
             f"--dtype is {options.dtype}; it needs to be {' or '.join(_DTYPES)}.{hint}"
         )
     for table in _COMMANDS[options.command].groups.values():
-        check_limits(options, table)
+        if table is not _BATCH_OPTIONS:  # Those need --input first.
+            check_limits(options, table)
     check_mesh_options(options)
     if options.command == "serve":
         check_serve_options(options)
@@ -412,6 +413,7 @@ def _check_batch_options(options: argparse.Namespace) -> None:
     if inputs:
         raise ValueError(f"--input is given and {inputs[0]}; give one of them.")
     options.num_slots = 16 if options.num_slots is None else options.num_slots
+    check_limits(options, _BATCH_OPTIONS)
 
 
 def _parse_sweep_options(options: argparse.Namespace) -> SpeculativeConfig:

@@ -14,7 +14,6 @@ import numpy as np
 from specjax.cli.model_pair import ModelPair, describe_configs, load_pair, pair_shapes
 from specjax.cli.program_store import program_path
 from specjax.cli.stream_programs import StreamPrograms
-from specjax.config import SpeculativeConfig
 from specjax.decode.capacity import DEFAULT_CAPACITY
 from specjax.decode.drafters import Drafter
 from specjax.decode.logprobs import TopLogprobs
@@ -51,12 +50,10 @@ Spinner = Callable[[str], contextlib.AbstractContextManager[Any]]
 
 
 class GenerateJob(NamedTuple):
-    """A prompt, a pair and the options of a decoding.
+    """A prompt, and the pair that decodes it.
 
     Attributes:
-      options: of the command.
-      pair: of models.
-      config: how tokens are drafted and verified.
+      pair: of models, with the options of the command.
       text: the prompt.
       prompt_ids: tokens of the prompt, not empty.
       sampling: cutoffs, penalties and a grammar, or None.
@@ -68,9 +65,7 @@ class GenerateJob(NamedTuple):
         is those of the prompt and its text.
     """
 
-    options: argparse.Namespace
     pair: ModelPair
-    config: SpeculativeConfig
     text: str
     prompt_ids: list[int]
     sampling: SamplingParams | None = None
@@ -79,6 +74,11 @@ class GenerateJob(NamedTuple):
     drafter: Drafter | None = None
     programs: StreamPrograms | None = None
     max_length: int | None = None
+
+    @property
+    def options(self) -> argparse.Namespace:
+        """Options of the command."""
+        return self.pair.options
 
     @property
     def models(self) -> tuple[Model, Drafter | None]:
@@ -151,7 +151,7 @@ def check_job(job: GenerateJob) -> tuple[RequestBatch, StaticOptions]:
         prefill_chunk_size=_chunk_size(job),
         num_logprobs=job.options.logprobs,
     )
-    return check_arguments(*job.models, arguments, job.config, options)
+    return check_arguments(*job.models, arguments, job.pair.config, options)
 
 
 def begin_programs(job: GenerateJob) -> StreamPrograms:

@@ -47,7 +47,7 @@ def _run_in_folder(folder, tmp_path, monkeypatch):
 def read(**options):
     given = {"target": None, "draft": HEAD, "mesh": None, "logprobs": None}
     given |= {"dtype": None, "ignore_eos": False, "row_invariant": False} | options
-    return read_pair(types.SimpleNamespace(**given))
+    return read_pair(types.SimpleNamespace(**given), SpeculativeConfig())
 
 
 def test_head_and_model_name_the_embedded_drafts_of_the_embedded_target():
@@ -94,8 +94,8 @@ def test_a_table_by_batch_size_is_one_of_an_option_or_next_to_a_head(folder, tmp
 
 def test_auto_goes_by_the_step_costs_next_to_a_head_unless_an_option_gives_some():
     def costs(*arguments):
-        options, config = parse_options(["generate", "a", *arguments])
-        return with_trained_k(config, options, read_pair(options)).step_costs
+        pair = read_pair(*parse_options(["generate", "a", *arguments]))
+        return with_trained_k(pair).config.step_costs
 
     own = costs()
     assert own == costs("--num-speculative-tokens", "auto")
@@ -124,8 +124,8 @@ def test_the_usual_rate_next_to_a_head_is_that_of_files_unless_an_option_gives_o
 
     def rate(*arguments):
         files = ["--input", "a", "--output", "b", "--target", TARGET, "--draft", str(head)]
-        options, config = parse_options(["generate", *files, *arguments])
-        return with_trained_k(config, options, read_pair(options)).usual_acceptance_rate
+        pair = read_pair(*parse_options(["generate", *files, *arguments]))
+        return with_trained_k(pair).config.usual_acceptance_rate
 
     auto = "--num-speculative-tokens", "auto"
     assert rate(*auto) == 0.7
