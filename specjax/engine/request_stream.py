@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TypeAlias
 
 from specjax.engine.request import Request, StreamChunk
-from specjax.engine.usage import Usage
 
 __all__ = ["Cursor", "RequestStream", "Waiter", "wake_readers"]
 
@@ -93,11 +92,6 @@ class RequestStream:
     def __init__(self, cursor: Cursor, report: Callable[[Cursor], None], engine: object) -> None:
         self.request = cursor.request
         self._cursor, self._report, self._engine = cursor, report, engine
-
-    @property
-    def usage(self) -> Usage:
-        """The request's counts so far, under OpenAI's names."""
-        return self.request.usage
 
     def close(self) -> None:
         """Ends the iteration, and aborts the request before the next step, unless it has ended.

@@ -159,7 +159,7 @@ def test_samples_of_a_prompt_are_those_of_the_engine():
     with serving(make_engine()) as server:
         streams = server.submit_samples(4, **values)
         assert [one.result().token_ids for one in streams] == [one.token_ids for one in samples]
-        assert Usage.sum([one.usage for one in streams]) == Usage(2, 32)
+        assert Usage.sum([one.request.usage for one in streams]) == Usage(2, 32)
 
 
 def test_what_a_slow_reader_did_not_take_is_one_chunk():

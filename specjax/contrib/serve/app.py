@@ -74,11 +74,7 @@ def make_app(service: Service, *, api_key: str | None = None) -> ASGIApp:
             post("/detokenize", routes.call, routes.detokenize),
             Route("/tokenizer_info", routes.tokenizer_info),
         ],
-        exception_handlers={
-            ApiError: _api_error,
-            HTTPException: _http_error,
-            Exception: _server_error,
-        },
+        exception_handlers=dict.fromkeys((ApiError, HTTPException, Exception), _answer_error),
         lifespan=lifespan,
     )
     return app if api_key is None else _KeyCheck(app, api_key)
@@ -236,16 +232,10 @@ class _KeyCheck:
         return scope["path"] == "/health" or hmac.compare_digest(header, self._header)
 
 
-async def _api_error(_: Request, error: Exception) -> Response:
-    assert isinstance(error, ApiError)
+async def _answer_error(request: Request, error: Exception) -> Response:
+    if isinstance(error, HTTPException):
+        message = f"{request.method} {request.url.path} is not what this server answers."
+        error = ApiError(message, status=error.status_code)
+    elif not isinstance(error, ApiError):
+        error = ApiError(f"{type(error).__name__} in the server.", status=500)
     return error_response(error)
-
-
-async def _http_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    message = f"{request.method} {request.url.path} is not what this server answers."
-    return error_response(ApiError(message, status=error.status_code))
-
-
-async def _server_error(_: Request, error: Exception) -> Response:
-    return error_response(ApiError(f"{type(error).__name__} in the server.", status=500))

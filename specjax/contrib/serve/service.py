@@ -61,7 +61,7 @@ class Choice:
     @property
     def usage(self) -> Usage:
         """The counts of the text; those of an echo alone leave out the token behind it."""
-        usage = self.stream.usage
+        usage = self.stream.request.usage
         return Usage(usage.prompt_tokens, 0) if self._is_echo_alone else usage
 
     def whole(self) -> Part:
@@ -161,22 +161,19 @@ class Service:
         prompts = self._encode(parameters)
         arguments = self._arguments(parameters)
         new_matcher = self._read_schema(parameters.schema)
-        streams: list[RequestStream] = []
+        choices: list[Choice] = []
         try:
-            for ids in prompts:
+            for i, ids in enumerate(prompts):
+                echoed = self._echo(parameters, i, ids)
                 # The first text of a body before the second of an earlier one.
-                arguments["priority"] = len(streams)
-                streams += self._submit_prompt(ids, parameters, arguments, new_matcher)
+                arguments["priority"] = len(choices)
+                for stream in self._submit_prompt(ids, parameters, arguments, new_matcher):
+                    choices.append(Choice(len(choices), stream, parameters, self.texts, echoed))
         except BaseException as error:
-            for stream in streams:
-                stream.close()
+            for choice in choices:
+                choice.stream.close()
             raise _refusal(error) from error
-        owners = [i for i in range(len(prompts)) for _ in range(parameters.num_samples)]
-        echoed = [self._echo(parameters, i, prompts[i]) for i in range(len(prompts))]
-        return [
-            Choice(index, stream, parameters, self.texts, echoed[owner])
-            for index, (stream, owner) in enumerate(zip(streams, owners, strict=True))
-        ]
+        return choices
 
     def _encode(self, parameters: Parameters) -> list[list[int]]:
         """Returns the ids of each prompt, which leave room for what they may get."""
