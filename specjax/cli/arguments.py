@@ -9,8 +9,9 @@ from typing import Any, NoReturn
 import numpy as np
 
 from specjax.cli.option_table import (
+    Command,
     Option,
-    add_options,
+    add_command,
     check_limits,
     flag,
     option_name,
@@ -25,7 +26,7 @@ from specjax.cli.processes import (
     check_mesh_options,
     check_process_options,
 )
-from specjax.cli.serve.serve_arguments import add_serve, parse_serve_options
+from specjax.cli.serve.serve_arguments import check_serve_options, serve_command
 from specjax.cli.speculation_arguments import SPECULATION_OPTIONS, make_config, make_config_of
 from specjax.cli.sweep.plot_path import check_plot_path
 from specjax.config import SpeculativeConfig
@@ -46,12 +47,6 @@ __all__ = [
 
 MAX_TEMPERATURE = float(np.finfo(np.float32).max)
 _DTYPES = ("float32", "bfloat16", "float16")
-_PROMPT_FILE = {
-    "nargs": "+",
-    "action": "extend",
-    "metavar": "FILE",
-    "help": "read a prompt from each FILE, of at most 16 MiB",
-}
 _PAIR_OPTIONS = {
     "chat": flag("treat a prompt as a user's message and apply the target's chat template"),
     "target": Option(
@@ -70,6 +65,10 @@ _PAIR_OPTIONS = {
         *(str, "DTYPE"),
         "of weights, activations and caches: float32, bfloat16 or float16; default: float32 on a "
         "CPU, the folder's elsewhere",
+    ),
+    "row_invariant": flag(
+        "a token's logits depend on its text alone, bit for bit: on no other request, draft or "
+        "length of a chunk; steps are a little slower on a GPU, and slower on a CPU",
     ),
 }
 _TEMPLATE_OPTIONS = {
@@ -128,14 +127,6 @@ _CHAT_OPTIONS = _TEXT_OPTIONS_OF_FOLDER | {
         text="most tokens of an answer", default=1024
     ),
     "quiet": flag("print the answers alone"),
-}
-# What the code that `chat` shares with `generate` asks for.
-_NOT_OF_CHAT = {
-    "chat": True,
-    "logprobs": None,
-    "json_schema": None,
-    "process": None,
-    "usual_acceptance_rate": None,
 }
 SAMPLING_OPTIONS = {
     "top_k": Option(int, "K", "keep the K most probable tokens; 0 disables", (0, 2**31 - 1)),
@@ -216,6 +207,60 @@ _SWEEP_OPTIONS = {
 }
 
 
+_PAIR_OR_PLAIN = _PAIR_OPTIONS | {"draft": _DRAFT_OR_NONE}
+_COMMANDS = {
+    "generate": Command(
+        "continue a prompt by speculative decoding",
+        "Continues a prompt by speculative decoding: a draft proposes tokens, the target verifies "
+        "them. The text streams to standard output, and a report of speed and acceptance follows "
+        "it, on standard error if the output is no terminal. Compiled programs are cached in "
+        "$XDG_CACHE_HOME/specjax (~/.cache/specjax); JAX_ENABLE_COMPILATION_CACHE=0 turns the "
+        "cache off.",
+        {
+            "prompt and models": _PAIR_OR_PLAIN
+            | _TEMPLATE_OPTIONS
+            | MESH_OPTIONS
+            | PROCESS_OPTIONS,
+            "a file of prompts": _BATCH_OPTIONS,
+            "decoding": _TEXT_OPTIONS_OF_FOLDER | SAMPLING_OPTIONS | END_OPTIONS | _OUTPUT_OPTIONS,
+            "speculation": SPECULATION_OPTIONS,
+            "report": _REPORT_OPTIONS,
+        },
+        prompt="texts to continue; without one, or for -, standard input is read",
+    ),
+    "chat": Command(
+        "hold a conversation",
+        "Answers messages, lines of standard input, by the target's chat template. The models read "
+        "only the tokens of a turn that the turns before have not left in their caches. /help "
+        "lists the commands of a conversation.",
+        {
+            "models": without(_PAIR_OR_PLAIN, "chat") | _TEMPLATE_OPTIONS | MESH_OPTIONS,
+            "answers": _CHAT_OPTIONS | SAMPLING_OPTIONS | END_OPTIONS,
+            "speculation": without(SPECULATION_OPTIONS, "usual_acceptance_rate"),
+        },
+    ),
+    "sweep": Command(
+        "find the number of drafted tokens per step that is fastest for a pair",
+        "Finds the number K of drafted tokens per step that gives the most tokens per second. Step "
+        "times are measured on this machine for K = 0, 1, ... under synthetic acceptance (drafted "
+        "tokens are accepted at given rates). The pair's real acceptance is measured by decoding "
+        "the prompts at the largest K. K = 0 is plain decoding.",
+        {
+            "prompts and models": _PAIR_OPTIONS | MESH_OPTIONS,
+            "decoding of the prompts": _TEXT_OPTIONS
+            | {"draft_sample_method": SPECULATION_OPTIONS["draft_sample_method"]},
+            "sweep": _SWEEP_OPTIONS,
+        },
+        prompt="texts to continue; default: four built-in ones",
+    ),
+    "serve": serve_command(without(_PAIR_OR_PLAIN, "chat")),
+}
+# Values of options that a command does not have: code that commands share asks for them.
+_ABSENT: dict[str, Any] = dict.fromkeys(
+    ("logprobs", "json_schema", "input", "process", "coordinator", "usual_acceptance_rate")
+) | {"chat": True, "quiet": False, "json": False, "ignore_eos": False, "use_fp64_gumbel": False}
+
+
 class OutputError(Exception):
     """Standard output cannot be written; its argument is the OSError."""
 
@@ -238,82 +283,12 @@ def _make_parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="specjax", description="Speculative decoding in JAX.", allow_abbrev=False)
     version = f"specjax {__version__}, tested with jax up to {NEWEST_TESTED_JAX}"
     parser.add_argument("--version", action="version", version=version)
-    # Of commands without these options.
-    parser.set_defaults(ignore_eos=False, dtype=None)
+    parser.set_defaults(**_ABSENT)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    _add_generate(commands)
-    _add_chat(commands)
-    _add_sweep(commands)
-    add_serve(commands, _PAIR_OPTIONS | {"draft": _DRAFT_OR_NONE})
+    for name, command in _COMMANDS.items():
+        how: Any = {"help": command.help, "description": command.description}
+        add_command(commands.add_parser(name, **how, allow_abbrev=False), command)
     return parser
-
-
-def _add_generate(commands: Any) -> None:
-    generate = commands.add_parser(
-        "generate",
-        help="continue a prompt by speculative decoding",
-        description="Continues a prompt by speculative decoding: a draft proposes tokens, the "
-        "target verifies them. The text streams to standard output, and a report of speed and "
-        "acceptance follows it, on standard error if the output is no terminal. Compiled programs "
-        "are cached in $XDG_CACHE_HOME/specjax "
-        "(~/.cache/specjax); JAX_ENABLE_COMPILATION_CACHE=0 turns the cache off.",
-        allow_abbrev=False,
-    )
-    group = generate.add_argument_group("prompt and models")
-    group.add_argument(
-        "prompt",
-        nargs="*",
-        help="texts to continue; without one, or for -, standard input is read",
-    )
-    group.add_argument("--prompt-file", **_PROMPT_FILE)
-    pair_options = _PAIR_OPTIONS | {"draft": _DRAFT_OR_NONE}
-    add_options(group, pair_options | _TEMPLATE_OPTIONS | MESH_OPTIONS | PROCESS_OPTIONS)
-    add_options(generate.add_argument_group("a file of prompts"), _BATCH_OPTIONS)
-    group = generate.add_argument_group("decoding")
-    add_options(group, _TEXT_OPTIONS_OF_FOLDER | SAMPLING_OPTIONS | END_OPTIONS | _OUTPUT_OPTIONS)
-    add_options(generate.add_argument_group("speculation"), SPECULATION_OPTIONS)
-    add_options(generate.add_argument_group("report"), _REPORT_OPTIONS)
-
-
-def _add_chat(commands: Any) -> None:
-    chat = commands.add_parser(
-        "chat",
-        help="hold a conversation",
-        description="Answers messages, lines of standard input, by the target's chat template. "
-        "The models read only the tokens of a turn that the turns before have not left in their "
-        "caches. /help lists the commands of a conversation.",
-        allow_abbrev=False,
-    )
-    chat.set_defaults(**_NOT_OF_CHAT)
-    group = chat.add_argument_group("models")
-    pair_options = _PAIR_OPTIONS | {"draft": _DRAFT_OR_NONE}
-    add_options(group, without(pair_options, "chat") | _TEMPLATE_OPTIONS | MESH_OPTIONS)
-    group = chat.add_argument_group("answers")
-    add_options(group, _CHAT_OPTIONS | SAMPLING_OPTIONS | END_OPTIONS)
-    speculation = without(SPECULATION_OPTIONS, "usual_acceptance_rate")
-    add_options(chat.add_argument_group("speculation"), speculation)
-
-
-def _add_sweep(commands: Any) -> None:
-    sweep = commands.add_parser(
-        "sweep",
-        help="find the number of drafted tokens per step that is fastest for a pair",
-        description="Finds the number K of drafted tokens per step that gives the most tokens per "
-        "second. Step times are measured on this machine for K = 0, 1, ... under synthetic "
-        "acceptance (drafted tokens are accepted at given rates). The pair's real acceptance is "
-        "measured by decoding the prompts at the "
-        "largest K. K = 0 is plain decoding.",
-        allow_abbrev=False,
-    )
-    sweep.set_defaults(logprobs=None, process=None, quiet=False, use_fp64_gumbel=False)
-    group = sweep.add_argument_group("prompts and models")
-    group.add_argument("prompt", nargs="*", help="texts to continue; default: four built-in ones")
-    group.add_argument("--prompt-file", **_PROMPT_FILE)
-    add_options(group, _PAIR_OPTIONS | MESH_OPTIONS)
-    name = "draft_sample_method"
-    group = sweep.add_argument_group("decoding of the prompts")
-    add_options(group, _TEXT_OPTIONS | {name: SPECULATION_OPTIONS[name]})
-    add_options(sweep.add_argument_group("sweep"), _SWEEP_OPTIONS)
 
 
 def parse_sampling_options(options: argparse.Namespace) -> SamplingParams | None:
@@ -350,13 +325,15 @@ def parse_options(argv: list[str] | None) -> tuple[argparse.Namespace, Speculati
         raise ValueError(
             f"--dtype is {options.dtype}; it needs to be {' or '.join(_DTYPES)}.{hint}"
         )
-    if options.command == "serve":
-        return parse_serve_options(options)
-    check_limits(options, _TEXT_OPTIONS)
+    for table in _COMMANDS[options.command].groups.values():
+        if table is not _BATCH_OPTIONS:  # Those need --input first.
+            check_limits(options, table)
     check_mesh_options(options)
+    if options.command == "serve":
+        check_serve_options(options)
+        return options, make_config(options)
     if options.command == "sweep":
         return options, _parse_sweep_options(options)
-    check_limits(options, SAMPLING_OPTIONS | END_OPTIONS)
     options.from_generation_config, options.default_names = {}, []
     if options.temperature is None:
         options.temperature, options.default_names = _DEFAULT_TEMPERATURE, ["temperature"]
@@ -365,7 +342,6 @@ def parse_options(argv: list[str] | None) -> tuple[argparse.Namespace, Speculati
     if options.command == "chat":
         _check_draft_options(options)
         return options, make_config(options)
-    check_limits(options, _OUTPUT_OPTIONS)
     if options.quiet and not options.json and (options.compare or options.logprobs is not None):
         option = "--compare" if options.compare else "--logprobs"
         raise ValueError(f"--quiet prints the text alone, and {option} asks for more; give one.")
@@ -442,7 +418,6 @@ def _check_batch_options(options: argparse.Namespace) -> None:
 
 def _parse_sweep_options(options: argparse.Namespace) -> SpeculativeConfig:
     """Returns the `SpeculativeConfig` of the options; refuses a wrong one by its name."""
-    check_limits(options, _SWEEP_OPTIONS)
     if options.draft == "none":
         raise ValueError(
             "--draft is none; a sweep needs a draft (it times plain decoding as K = 0)."

@@ -56,34 +56,34 @@ def _read_command(argv: list[str] | None, exit_stack: contextlib.ExitStack) -> C
         from specjax.cli.folders.generation_config import take_defaults
         from specjax.cli.model_pair import read_pair
 
-        pair = read_pair(options)
+        pair = read_pair(options, config)
         has_defaults = options.command in ("generate", "chat")
         defaults = take_defaults(options, pair.folder) if has_defaults else None
     terminal.print_warning(pair.warning)
-    if defaults is not None and not (options.quiet or getattr(options, "json", False)):
+    if defaults is not None and not (options.quiet or options.json):
         terminal.print_note(defaults)
     if is_sweep:
         from specjax.cli.sweep.run_sweep import read_workload, run_sweep
 
-        workload = read_workload(options, pair, texts, terminal)
+        workload = read_workload(pair, texts, terminal)
         return lambda: run_sweep(workload, terminal, argv)
     if is_chat:
         from specjax.cli.chat.run_chat import read_chat, run_chat
 
-        chat = read_chat(options, config, pair, terminal, folder)
+        chat = read_chat(pair, terminal, folder)
         return lambda: run_chat(chat, terminal)
     if options.command == "serve":
         from specjax.cli.serve.run_serve import read_service
 
-        return read_service(options, config, pair, terminal)
+        return read_service(pair, terminal)
     if is_file:
         from specjax.cli.batch.run_batch import read_batch, run_batch
 
-        batch = read_batch(options, config, pair, terminal, exit_stack)
+        batch = read_batch(pair, terminal, exit_stack)
         return lambda: run_batch(batch, terminal)
     from specjax.cli.run_generate import read_jobs, run_jobs
 
-    jobs = read_jobs(options, config, pair, texts, terminal, folder)
+    jobs = read_jobs(pair, texts, terminal, folder)
     return lambda: run_jobs(jobs, terminal)
 
 

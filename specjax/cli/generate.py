@@ -14,9 +14,7 @@ import numpy as np
 from specjax.cli.model_pair import ModelPair, describe_configs, load_pair, pair_shapes
 from specjax.cli.program_store import program_path
 from specjax.cli.stream_programs import StreamPrograms
-from specjax.config import SpeculativeConfig
 from specjax.decode.capacity import DEFAULT_CAPACITY
-from specjax.decode.commit import Finish
 from specjax.decode.drafters import Drafter
 from specjax.decode.logprobs import TopLogprobs
 from specjax.decode.metrics import Metrics
@@ -29,7 +27,7 @@ from specjax.decode.options import (
 )
 from specjax.decode.request_batch import RequestArguments, check_arguments
 from specjax.decode.state import DecodeState, RequestBatch
-from specjax.engine.request import FinishReason
+from specjax.engine.request import FINISH_REASONS, FinishReason
 from specjax.engine.stop_strings import StoppedText
 from specjax.processing.sampling_params import SamplingParams
 from specjax.types import Model
@@ -49,21 +47,13 @@ __all__ = [
 
 # Returns a context that shows its argument while it is open.
 Spinner = Callable[[str], contextlib.AbstractContextManager[Any]]
-_FINISH_NAMES = {
-    0: "interrupted",
-    Finish.LENGTH: "length",
-    Finish.END_OF_SEQUENCE: "end_of_sequence",
-    Finish.INVALID: "invalid_logits",
-}
 
 
 class GenerateJob(NamedTuple):
-    """A prompt, a pair and the options of a decoding.
+    """A prompt, and the pair that decodes it.
 
     Attributes:
-      options: of the command.
-      pair: of models.
-      config: how tokens are drafted and verified.
+      pair: of models, with the options of the command.
       text: the prompt.
       prompt_ids: tokens of the prompt, not empty.
       sampling: cutoffs, penalties and a grammar, or None.
@@ -75,9 +65,7 @@ class GenerateJob(NamedTuple):
         is those of the prompt and its text.
     """
 
-    options: argparse.Namespace
     pair: ModelPair
-    config: SpeculativeConfig
     text: str
     prompt_ids: list[int]
     sampling: SamplingParams | None = None
@@ -86,6 +74,11 @@ class GenerateJob(NamedTuple):
     drafter: Drafter | None = None
     programs: StreamPrograms | None = None
     max_length: int | None = None
+
+    @property
+    def options(self) -> argparse.Namespace:
+        """Options of the command."""
+        return self.pair.options
 
     @property
     def models(self) -> tuple[Model, Drafter | None]:
@@ -158,7 +151,7 @@ def check_job(job: GenerateJob) -> tuple[RequestBatch, StaticOptions]:
         prefill_chunk_size=_chunk_size(job),
         num_logprobs=job.options.logprobs,
     )
-    return check_arguments(*job.models, arguments, job.config, options)
+    return check_arguments(*job.models, arguments, job.pair.config, options)
 
 
 def begin_programs(job: GenerateJob) -> StreamPrograms:
@@ -201,7 +194,8 @@ def _result_of(
     )
     index = slice(len(job.prompt_ids), length)
     top = jax.tree.map(lambda values: values[0, index], top)
-    name = FinishReason.STOP_STRING if text.stopped else _FINISH_NAMES[int(finish[0])]
+    name = FINISH_REASONS.get(int(finish[0]), "interrupted")
+    name = FinishReason.STOP_STRING if text.stopped else name
     return GenerateResult(text.text, ids[0, index].tolist(), name, metrics, top)
 
 

@@ -12,15 +12,10 @@ from specjax.core.temperature import MIN_TEMPERATURE
 from specjax.decode.drafters import Drafter
 from specjax.decode.logprobs import TopLogprobs
 
-__all__ = ["is_exact", "is_exact_rule", "json_report", "list_logprobs", "metrics_json"]
+__all__ = ["is_exact", "json_report", "list_logprobs", "metrics_json"]
 
 
-def is_exact(job: GenerateJob) -> bool:
-    """Returns whether the text follows the target's distribution, whatever was drafted."""
-    return is_exact_rule(job.drafter, job.config, job.options.temperature)
-
-
-def is_exact_rule(drafter: Drafter | None, config: SpeculativeConfig, temperature: float) -> bool:
+def is_exact(drafter: Drafter | None, config: SpeculativeConfig, temperature: float) -> bool:
     """Returns whether texts of a drafter, rule and temperature follow the target's distribution."""
     if drafter is None:
         return True
@@ -62,11 +57,11 @@ def json_report(job: GenerateJob, result: GenerateResult, timings: Timings) -> d
         "logprobs": None if top is None else list_logprobs(job.pair.tokenizer, ids, top),
         "num_prompt_tokens": len(job.prompt_ids),
         "metrics": metrics_json(result),
-        "step_costs": job.config.for_batch_size(1).step_costs,
-        "rejection_sample_method": job.config.rejection_sample_method,
+        "step_costs": job.pair.config.for_batch_size(1).step_costs,
+        "rejection_sample_method": job.pair.config.rejection_sample_method,
         "rule": job.options.rule,
         "generation_config": job.options.from_generation_config,
-        "exact": is_exact(job),
+        "exact": is_exact(job.drafter, job.pair.config, job.options.temperature),
         "timings": timings._asdict(),
         "device": jax.devices()[0].device_kind,
         "jax_version": jax.__version__,

@@ -50,9 +50,11 @@ _NAMED_DRAFTS = ("ngram", "none")
 
 
 class ModelPair(NamedTuple):
-    """A target and a draft whose weights are not read yet.
+    """A target and a draft whose weights are not read yet, and what a command does with them.
 
     Attributes:
+      options: of the command.
+      config: how tokens are drafted and verified.
       name: of the pair, for display.
       folder: of the target.
       draft_spec: the folder of a draft model or draft head, "ngram" or "none".
@@ -64,6 +66,8 @@ class ModelPair(NamedTuple):
       load_draft: options of `models.load` for a draft model.
     """
 
+    options: argparse.Namespace
+    config: SpeculativeConfig
     name: str
     folder: str | os.PathLike[str]
     draft_spec: str | os.PathLike[str]
@@ -74,9 +78,17 @@ class ModelPair(NamedTuple):
     load_target: Mapping[str, Any] = MappingProxyType({})
     load_draft: Mapping[str, Any] = MappingProxyType({})
 
+    def with_options(self, **values: object) -> "ModelPair":
+        """Returns the pair with a copy of the options, some of which have other values."""
+        return self._replace(options=argparse.Namespace(**{**vars(self.options), **values}))
 
-def read_pair(options: argparse.Namespace) -> ModelPair:
+
+def read_pair(options: argparse.Namespace, config: SpeculativeConfig) -> ModelPair:
     """Returns the pair that `--target` and `--draft` name.
+
+    Args:
+      options: from `parse_options`.
+      config: from `parse_options`.
 
     Raises:
       ValueError: for an unreadable folder, a draft of another vocabulary or a head of another
@@ -102,17 +114,17 @@ def read_pair(options: argparse.Namespace) -> ModelPair:
         if hint and not os.path.isdir(draft_spec):
             raise ValueError(f"--draft is {draft_name}, which is not a folder.{hint}")
     name = f"target {'embedded' if embedded else options.target} · draft {draft_name}"
-    config, tokenizer = models.load_config(folder), models.load_tokenizer(folder)
+    target_config, tokenizer = models.load_config(folder), models.load_tokenizer(folder)
     if options.dtype is not None:
-        config = dataclasses.replace(config, dtype=options.dtype)
+        target_config = dataclasses.replace(target_config, dtype=options.dtype)
     if options.ignore_eos:
-        config = dataclasses.replace(config, eos_token_ids=())
-    pair = ModelPair(name, folder, draft_spec, config, tokenizer)
+        target_config = dataclasses.replace(target_config, eos_token_ids=())
+    pair = ModelPair(options, config, name, folder, draft_spec, target_config, tokenizer)
     target_options, draft_options = load_options(options)
     pair = pair._replace(load_target=target_options, load_draft=draft_options)
-    if (options.logprobs or 0) > config.vocab_size:
+    if (options.logprobs or 0) > target_config.vocab_size:
         raise ValueError(
-            f"--logprobs is {options.logprobs}; the target has {config.vocab_size} tokens."
+            f"--logprobs is {options.logprobs}; the target has {target_config.vocab_size} tokens."
         )
     return pair if draft_spec in _NAMED_DRAFTS else _read_draft(pair)
 
@@ -141,16 +153,15 @@ def check_k(pair: ModelPair, k: int, option: str) -> None:
         raise ValueError(f"{option} is {k}; the draft head drafts at most {most} tokens a step.")
 
 
-def with_trained_k(
-    config: SpeculativeConfig, options: argparse.Namespace, pair: ModelPair
-) -> SpeculativeConfig:
-    """Returns the config with the K that a head was trained for, if no option sets another.
+def with_trained_k(pair: ModelPair) -> ModelPair:
+    """Returns the pair with the K that a head was trained for, if no option sets another.
 
     For K = "auto" the step costs and the usual rate are those of the head's folder, if no option
     sets them.
     """
     if pair.draft is None:
-        return config
+        return pair
+    options, config = pair.options, pair.config
     names, k = ("step_costs", "usual_acceptance_rate"), pair.draft.num_speculative_tokens
     if config.adaptive_k:
         values = {x: getattr(pair.draft, x) for x in names if getattr(options, x) is None}
@@ -158,10 +169,11 @@ def with_trained_k(
     option_values = [getattr(options, name) for name in ("num_speculative_tokens", *names)]
     if k is None or option_values != [None] * 3 or options.rejection_sample_method == "synthetic":
         check_k(pair, config.num_speculative_tokens, "--num-speculative-tokens")
-        return config
-    return dataclasses.replace(
+        return pair._replace(config=config)
+    config = dataclasses.replace(
         config, num_speculative_tokens=k, step_costs=None, usual_acceptance_rate=None
     )
+    return pair._replace(config=config)
 
 
 def _warn_of_verifier(pair: ModelPair, verifier: str | None) -> str | None:
@@ -178,7 +190,8 @@ def _warn_of_verifier(pair: ModelPair, verifier: str | None) -> str | None:
 def describe_configs(pair: ModelPair) -> str:
     """Returns the cache key of the models' programs: configurations alone, equal for equal ones."""
     draft = pair.draft_spec if pair.draft is None else repr(pair.draft.config)
-    return f"{pair.target_config} {draft}"
+    kind = " row_invariant" if "row_invariant" in pair.load_target else ""
+    return f"{pair.target_config} {draft}{kind}"
 
 
 def pair_shapes(pair: ModelPair) -> tuple[Model, Drafter | None] | None:
@@ -274,30 +287,25 @@ def check_vocabulary(pair: ModelPair, ids: Sequence[int]) -> None:
         )
 
 
-def render_chat(
-    options: argparse.Namespace,
-    pair: ModelPair,
-    messages: Sequence[Mapping[str, object]],
-    **how: Any,
-) -> str:
+def render_chat(pair: ModelPair, messages: Sequence[Mapping[str, object]], **how: Any) -> str:
     """Returns the prompt of messages by the target's chat template, with the options' variables.
 
     Args:
-      options: of the command. `--system` is the first message where that is no system message.
-      pair: gives the folder.
+      pair: gives the folder and the options. `--system` is the first message where that is no
+        system message.
       messages: as in `models.chat_prompt`.
       how: `strftime_now` of `models.chat_prompt`.
     """
-    first = messages[0] if messages else None
+    options, first = pair.options, messages[0] if messages else None
     has_system = isinstance(first, Mapping) and first.get("role") == "system"
     if options.system is not None and not has_system:
         messages = [{"role": "system", "content": options.system}, *messages]
     return models.chat_prompt(pair.folder, messages, variables=dict(options.template_arg), **how)
 
 
-def read_sampling(options: argparse.Namespace, pair: ModelPair) -> SamplingParams | None:
+def read_sampling(pair: ModelPair) -> SamplingParams | None:
     """Returns the sampling options and the grammar of `read_grammar`, or None without any."""
-    sampling, grammar = parse_sampling_options(options), read_grammar(options, pair)
+    sampling, grammar = parse_sampling_options(pair.options), read_grammar(pair)
     if grammar is None:
         return sampling
     return (sampling or SamplingParams())._replace(grammar=grammar)
@@ -311,7 +319,7 @@ def count_grammar(pair: ModelPair, min_tokens: int) -> Grammar | None:
     return min_tokens_grammar(min_tokens, config.vocab_size, config.eos_token_ids)
 
 
-def read_grammar(options: argparse.Namespace, pair: ModelPair) -> Grammar | None:
+def read_grammar(pair: ModelPair) -> Grammar | None:
     """Returns the grammar of `--json-schema` or `--min-tokens`, or None without both.
 
     Raises:
@@ -319,9 +327,9 @@ def read_grammar(options: argparse.Namespace, pair: ModelPair) -> Grammar | None
         no token ends a text.
       OSError: if it cannot be read.
     """
-    path = options.json_schema
+    path = pair.options.json_schema
     if path is None:
-        return count_grammar(pair, options.min_tokens or 0)
+        return count_grammar(pair, pair.options.min_tokens or 0)
     data, config = read_file(path, _MAX_BYTES), pair.target_config
     try:
         try:

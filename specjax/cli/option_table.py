@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 from specjax.file_io import quote
 
 __all__ = [
+    "Command",
     "Option",
-    "add_options",
+    "add_command",
     "check_limits",
     "flag",
     "option_name",
@@ -67,8 +68,35 @@ def without(table: Mapping[str, Option], *names: str) -> dict[str, Option]:
     return {name: option for name, option in table.items() if name not in names}
 
 
-def add_options(group: Any, table: Mapping[str, Option]) -> None:
-    """Adds a table's options to a group of a parser."""
+class Command(NamedTuple):
+    """A command, such as `specjax generate`.
+
+    Attributes:
+      help: a line in the list of commands.
+      description: of its own help.
+      groups: tables of options, by their headings.
+      prompt: help of prompts as arguments, which stand in the first group; None without.
+    """
+
+    help: str
+    description: str
+    groups: Mapping[str, Mapping[str, Option]]
+    prompt: str | None = None
+
+
+def add_command(parser: argparse.ArgumentParser, command: Command) -> None:
+    """Adds a command's arguments to its parser."""
+    for i, (heading, table) in enumerate(command.groups.items()):
+        group = parser.add_argument_group(heading)
+        if i == 0 and command.prompt is not None:
+            group.add_argument("prompt", nargs="*", help=command.prompt)
+            how: Any = {"nargs": "+", "action": "extend", "metavar": "FILE"}
+            text = "read a prompt from each FILE, of at most 16 MiB"
+            group.add_argument("--prompt-file", help=text, **how)
+        _add_options(group, table)
+
+
+def _add_options(group: Any, table: Mapping[str, Option]) -> None:
     for name, option in table.items():
         text = option.text
         how: dict[str, Any] = {"action": "store_true"}

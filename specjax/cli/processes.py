@@ -31,7 +31,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from specjax.cli.option_table import Option, check_limits, flag
+from specjax.cli.option_table import Option, flag
 from specjax.cli.streams import end_with_error
 
 __all__ = [
@@ -99,10 +99,11 @@ PROCESS_OPTIONS = {
 
 
 def check_mesh_options(options: argparse.Namespace) -> None:
-    """Refuses a number of devices below 1, and `--replicate-draft` without a mesh."""
-    check_limits(options, MESH_OPTIONS)
+    """Refuses options that need a mesh or cannot have one."""
     if options.mesh is None and options.replicate_draft:
         raise ValueError("--replicate-draft is given without --mesh, which says over how many.")
+    if options.mesh is not None and options.row_invariant:
+        raise ValueError("--row-invariant is given and --mesh; it needs models on one device.")
 
 
 def load_options(options: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -111,9 +112,10 @@ def load_options(options: argparse.Namespace) -> tuple[dict[str, Any], dict[str,
     Raises:
       ValueError: if JAX sees fewer devices, or those of several processes are more.
     """
-    dtype = {} if options.dtype is None else {"dtype": options.dtype}
+    names = ("dtype", "row_invariant")
+    common = {name: x for name in names if (x := getattr(options, name))}
     if options.mesh is None:
-        return dtype, dtype
+        return common, common
     _put_sums_in_graphs()
     devices, num_processes = jax.devices(), jax.process_count()
     if len(devices) < options.mesh:
@@ -126,7 +128,7 @@ def load_options(options: argparse.Namespace) -> tuple[dict[str, Any], dict[str,
             f"--mesh is {options.mesh}; the {num_processes} processes have {len(devices)} devices, "
             "and all of them take part. On GPUs, CUDA_VISIBLE_DEVICES says which a process has."
         )
-    target = dtype | {
+    target = common | {
         "mesh": jax.make_mesh((options.mesh,), ("model",), devices=devices[: options.mesh])
     }
     return target, target | {"replicate": options.replicate_draft}

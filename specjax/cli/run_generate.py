@@ -1,6 +1,5 @@
 """Runs `specjax generate` on prompts: reads them and a pair, streams each text, reports."""
 
-import argparse
 import json
 import pathlib
 from typing import Any
@@ -23,19 +22,13 @@ from specjax.cli.model_pair import (
     with_trained_k,
 )
 from specjax.cli.processes import check_same_inputs, collective_errors, is_rank_zero
-from specjax.config import SpeculativeConfig
 from specjax.decode.capacity import DEFAULT_CAPACITY
 
 __all__ = ["read_jobs", "run_job", "run_jobs"]
 
 
 def read_jobs(
-    options: argparse.Namespace,
-    config: SpeculativeConfig,
-    pair: ModelPair,
-    texts: list[str],
-    terminal: Any,
-    folder: pathlib.Path | None,
+    pair: ModelPair, texts: list[str], terminal: Any, folder: pathlib.Path | None
 ) -> list[GenerateJob]:
     """Returns the job of each prompt; they share models and programs.
 
@@ -46,31 +39,28 @@ def read_jobs(
       ValueError: for a prompt, a grammar or a K that the pair cannot take, and for processes with
         different inputs.
     """
-    with collective_errors(options):
-        encoded = [_encode(options, pair, text, terminal) for text in texts]
-        sampling = read_sampling(options, pair)
-        config = with_trained_k(config, options, pair)
+    with collective_errors(pair.options):
+        encoded = [_encode(pair, text, terminal) for text in texts]
+        sampling, pair = read_sampling(pair), with_trained_k(pair)
         longest = max((ids for _, ids in encoded), key=len)
-        job = GenerateJob(options, pair, config, "", longest, sampling, folder)
-        size = {"num_requests": 1, "max_length": _capacity(job)}
-        report_memory(options, pair, config, terminal, **size)
+        job = GenerateJob(pair, "", longest, sampling, folder)
+        report_memory(pair, terminal, num_requests=1, max_length=_capacity(job))
     if len(texts) > 1:
         job = job._replace(max_length=_capacity(job))
-    inputs = {"config": config, "prompt_ids": [ids for _, ids in encoded], "sampling": sampling}
-    inputs |= {"models": describe_configs(pair), "tokenizer": pair.tokenizer}
-    check_same_inputs(options, inputs)
+    inputs = {"models": describe_configs(pair), "config": pair.config, "sampling": sampling}
+    inputs |= {"prompt_ids": [ids for _, ids in encoded], "tokenizer": pair.tokenizer}
+    check_same_inputs(pair.options, inputs)
     job = load_models(job)
     if len(texts) > 1 and job.programs is None:
         job = job._replace(programs=begin_programs(job))
     return [job._replace(text=text, prompt_ids=ids) for text, ids in encoded]
 
 
-def _encode(
-    options: argparse.Namespace, pair: ModelPair, text: str, terminal: Any
-) -> tuple[str, list[int]]:
+def _encode(pair: ModelPair, text: str, terminal: Any) -> tuple[str, list[int]]:
     """Returns a prompt as the target is given it, text and tokens."""
+    options = pair.options
     if options.chat:
-        text = render_chat(options, pair, [{"role": "user", "content": text}])
+        text = render_chat(pair, [{"role": "user", "content": text}])
     room: Any = {"num_new_tokens": options.max_new_tokens, "option": "--max-new-tokens"}
     ids, warning = encode_prompt(pair, text, chat=options.chat, **room)
     terminal.print_warning(warning)

@@ -229,9 +229,9 @@ def _logprobs_table(tokens: list[JsonObject]) -> Table:
 
 
 def _heading(job: GenerateJob) -> str:
-    k = f"K = {job.config.num_speculative_tokens}"
-    if job.config.adaptive_k:
-        k = f"K = auto, at most {job.config.num_speculative_tokens}"
+    k = f"K = {job.pair.config.num_speculative_tokens}"
+    if job.pair.config.adaptive_k:
+        k = f"K = auto, at most {job.pair.config.num_speculative_tokens}"
     drafting = f" · {k}" if job.drafter is not None else ""
     device = f"{jax.devices()[0].device_kind}, jax {jax.__version__}"
     return f"{job.pair.name}{drafting} · temperature {job.options.temperature:g} · {device}"
@@ -261,8 +261,8 @@ def _summary_rows(
     ]
     if job.drafter is None:
         return rows
-    verification = job.options.rule or job.config.rejection_sample_method
-    if not is_exact(job):
+    verification = job.options.rule or job.pair.config.rejection_sample_method
+    if not is_exact(job.drafter, job.pair.config, job.options.temperature):
         verification += ", not exact: the text does not follow the target's distribution"
     rows.append(("verification", Text(verification)))
     numbers = metrics_json(result)

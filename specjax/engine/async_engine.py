@@ -18,14 +18,18 @@ import queue
 import threading
 import time
 import weakref
-from types import TracebackType
 from typing import Any, NamedTuple, Unpack
 
-from specjax.checks import check_flag
+from specjax.checks import check_count, check_flag
 from specjax.engine.engine import Engine
-from specjax.engine.request import FinishReason, Request
+from specjax.engine.request import FinishReason
 from specjax.engine.request_stream import Cursor, RequestStream, wake_readers
-from specjax.engine.submission import SampleArguments, SubmitArguments, check_timeout
+from specjax.engine.submission import (
+    SampleArguments,
+    Submission,
+    SubmitArguments,
+    check_timeout,
+)
 from specjax.engine.usage import Totals
 
 __all__ = ["AsyncEngine"]
@@ -129,7 +133,7 @@ class AsyncEngine:
         `jax.config.update` does.
 
     Attributes:
-      engine: the `Engine`.
+      engine: the `Engine`, whose counts any thread may read.
 
     Raises:
       RuntimeError: if the engine is closed, or another `AsyncEngine` steps it.
@@ -162,14 +166,21 @@ class AsyncEngine:
         _running.add(self)
 
     def submit(
-        self, prompt: Any, *, timeout: float | None = None, **arguments: Unpack[SubmitArguments]
+        self,
+        prompt: Any,
+        *,
+        timeout: float | None = None,
+        priority: int = 0,
+        **arguments: Unpack[SubmitArguments],
     ) -> RequestStream:
-        """Puts a request at the end of the queue, without waiting for anything.
+        """Puts a request into the queue, without waiting for anything.
 
         Args:
           prompt: as in `Engine.submit`.
           timeout: most seconds from now to its end, a number > 0; None is no limit. Then the
             request ends as "timed_out", between two steps, and keeps its tokens.
+          priority: a Python int >= 0: up to so many later requests of priority 0 go before this
+            one, unless its prompt is being read. Equal ones are first come, first served.
           **arguments: those of `Engine.submit`: `key` or `seed`, `max_new_tokens`, `temperature`,
             `eos_token_ids`, `sampling`, `stop`, `matcher`, `prompt_logprobs`.
 
@@ -177,7 +188,8 @@ class AsyncEngine:
           The request's `RequestStream`.
 
         Raises:
-          ValueError: as `Engine.submit` does, and for a prompt that it refuses.
+          ValueError: as `Engine.submit` does, for a prompt that it refuses, and for a priority
+            that is no int >= 0.
           queue.Full: if `max_waiting` requests wait.
           RuntimeError: if the engine drains, is closed or is broken.
 
@@ -191,8 +203,7 @@ class AsyncEngine:
           ...     stream.result().token_ids
           [1, 0, 1]
         """
-        deadline = time.monotonic() + check_timeout(timeout)
-        return self._follow(self.engine.submit(prompt, **arguments), deadline)
+        return self._submit(Submission(prompt, **arguments), None, timeout, priority)[0]
 
     def submit_samples(
         self,
@@ -200,14 +211,16 @@ class AsyncEngine:
         prompt: Any,
         *,
         timeout: float | None = None,
+        priority: int = 0,
         **arguments: Unpack[SampleArguments],
     ) -> list[RequestStream]:
-        """Puts several requests of one prompt at the end of the queue; the prompt is read once.
+        """Puts several requests of one prompt into the queue; the prompt is read once.
 
         Args:
           num_samples: a Python int >= 1.
           prompt: as in `Engine.submit`.
           timeout: as in `submit`, for each request.
+          priority: as in `submit`, of all together.
           **arguments: those of `Engine.submit_samples`. Sample i has the key
             `jax.random.fold_in(key, i)`.
 
@@ -219,17 +232,26 @@ class AsyncEngine:
           queue.Full: if more than `max_waiting` requests would wait.
           RuntimeError: as `submit` does.
         """
-        deadline = time.monotonic() + check_timeout(timeout)
-        requests = self.engine.submit_samples(num_samples, prompt, **arguments)
-        return [self._follow(request, deadline) for request in requests]
+        return self._submit(Submission(prompt, **arguments), num_samples, timeout, priority)
 
-    def _follow(self, request: Request, deadline: float) -> RequestStream:
-        """Returns the stream of a new request, which the thread follows from now on."""
-        if request.finish_reason == FinishReason.REFUSED:
-            raise ValueError(request.error)
-        cursor = Cursor(request, deadline)
-        self._thread.commands.put(cursor)
-        return RequestStream(cursor, self._thread.commands, self)
+    def _submit(
+        self,
+        submission: Submission,
+        num_samples: int | None,
+        timeout: float | None,
+        priority: int,
+    ) -> list[RequestStream]:
+        """Returns the streams of new requests, which the thread follows from now on."""
+        deadline = time.monotonic() + check_timeout(timeout)
+        check_count("priority", priority, 0, "the later requests that may go before")
+        requests = self.engine._enqueue(submission, num_samples, priority)
+        if requests[0].finish_reason == FinishReason.REFUSED:
+            raise ValueError(requests[0].error)
+        cursors = [Cursor(request, deadline) for request in requests]
+        put = self._thread.commands.put
+        for cursor in cursors:
+            put(cursor)
+        return [RequestStream(cursor, put, self) for cursor in cursors]
 
     @property
     def state(self) -> str:
@@ -243,31 +265,6 @@ class AsyncEngine:
     def error(self) -> str | None:
         """A sentence why the engine is broken, or None."""
         return self.engine._scheduler.queue.closed_reason if self.state == "broken" else None
-
-    @property
-    def num_slots(self) -> int:
-        """Requests that are decoded at once."""
-        return self.engine.num_slots
-
-    @property
-    def num_waiting(self) -> int:
-        """Requests that wait for a slot."""
-        return self.engine.num_waiting
-
-    @property
-    def num_running(self) -> int:
-        """Requests that had a slot and have not ended."""
-        return self.engine.num_running
-
-    @property
-    def num_steps(self) -> int:
-        """Steps dispatched so far."""
-        return self.engine.num_steps
-
-    @property
-    def occupancy(self) -> float:
-        """Share of the slots that held a request, over all steps so far; 0 before the first."""
-        return self.engine.occupancy
 
     @property
     def totals(self) -> Totals:
@@ -306,24 +303,14 @@ class AsyncEngine:
     def __enter__(self) -> "AsyncEngine":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close(drain=error is None)
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.close(drain=kind is None)
 
     async def __aenter__(self) -> "AsyncEngine":
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        await self.aclose(drain=error is None)
+    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        await self.aclose(drain=kind is None)
 
     def __del__(self) -> None:
         if (thread := self.__dict__.get("_thread")) is not None:

@@ -3,7 +3,7 @@
 import dataclasses
 import time
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,7 @@ from specjax.engine.scheduler import Scheduler
 from specjax.engine.submission import (
     MAX_STOP_IDS,
     EngineLimits,
+    SampleArguments,
     Submission,
     check_request,
     check_timeout,
@@ -214,21 +215,13 @@ class Engine:
             seed,
             prompt_logprobs,
         )
-        return self._enqueue(submission, [-1])[0]
+        return self._enqueue(submission)[0]
 
     def submit_samples(
         self,
         num_samples: int,
         prompt: Any,
-        *,
-        key: jax.Array | None = None,
-        seed: int | None = None,
-        max_new_tokens: int | None = None,
-        temperature: Any = 1.0,
-        eos_token_ids: Any = (),
-        sampling: SamplingParams | None = None,
-        stop: str | Iterable[str] | None = (),
-        prompt_logprobs: bool = False,
+        **arguments: Unpack[SampleArguments],
     ) -> list[Request]:
         """Puts several requests of one prompt at the end of the queue; the prompt is read once.
 
@@ -237,14 +230,8 @@ class Engine:
         Args:
           num_samples: a Python int >= 1.
           prompt: as in `submit`.
-          key: as in `submit`. Sample i has the key `jax.random.fold_in(key, i)`.
-          seed: as in `submit`.
-          max_new_tokens: as in `submit`.
-          temperature: as in `submit`.
-          eos_token_ids: as in `submit`.
-          sampling: as in `submit`.
-          stop: as in `submit`.
-          prompt_logprobs: as in `submit`; computed once for all samples.
+          **arguments: those of `submit`, but for `matcher`. Sample i has the key
+            `jax.random.fold_in(key, i)`. Log-probabilities of the prompt are computed once.
 
         Returns:
           The requests.
@@ -263,20 +250,24 @@ class Engine:
           >>> [len(sample.token_ids) for sample in samples]
           [5, 5, 5, 5]
         """
-        num_samples = check_count("num_samples", num_samples, 1, "the requests of one prompt")
-        submission = Submission(
-            prompt, key, max_new_tokens, temperature, eos_token_ids, sampling, stop, seed=seed
-        )._replace(prompt_logprobs=prompt_logprobs)
-        return self._enqueue(submission, range(num_samples))
+        return self._enqueue(Submission(prompt, **arguments), num_samples)
 
-    def _enqueue(self, submission: Submission, samples: Sequence[int]) -> list[Request]:
-        """Returns a request for each sample index, and queues the requests that go on."""
+    def _enqueue(
+        self, submission: Submission, num_samples: int | None = None, priority: int = 0
+    ) -> list[Request]:
+        """Returns the request of a submission, or so many, and queues those that go on."""
+        samples: Sequence[int] = [-1]
+        if num_samples is not None:
+            why = "the requests of one prompt"
+            samples = range(check_count("num_samples", num_samples, 1, why))
+            if submission.matcher is not None:
+                raise TypeError("matcher is given; it reads one text, and samples are several.")
         checked, queue = check_request(submission, self._limits), self._scheduler.queue
         queue.check_room(len(samples))
         requests = [make_request(checked, self._limits, self._scheduler) for _ in samples]
         pairs = zip(requests, samples, strict=True)
         if waiting := {one: sample for one, sample in pairs if one.finish_reason is None}:
-            queue.put(PromptGroup(checked, waiting))
+            queue.put(PromptGroup(checked, waiting, priority))
         return requests
 
     def abort(self, request: Request) -> None:

@@ -1,6 +1,6 @@
 """Requests that wait for slots: the queue and its entries.
 
-    WaitingQueue      entries, first come, first served
+    WaitingQueue      entries in the order of their turns
     QueueEntry        requests that wait, and the caches that their tokens are read into
       PromptGroup       requests of one prompt, which is read once for all of them
       ParkedRequest     a request that was preempted, with its state
@@ -17,6 +17,7 @@ The scheduler reads the first entries chunk by chunk, and then puts their reques
 """
 
 import abc
+import bisect
 import itertools
 import queue
 import threading
@@ -50,13 +51,15 @@ class QueueEntry(abc.ABC):
       place: i32, of its caches in the `PrefillBatch`; None if it has none there.
       num_read: how many tokens were read. A last chunk counts whole, so that this may be more
         than there are.
+      turn: by which the queue is sorted. 0 stays first: once its prompt may be read, none comes
+        before it.
     """
 
     def __init__(self, requests: Iterable[Request]) -> None:
         self.waiting = deque(requests)
         self.caches: PromptCaches | None = None
         self.place: np.integer | None = None
-        self.num_read = 0
+        self.num_read = self.turn = 0
         # Tokens that `caches` have room for, one of `Programs.cache_lengths`.
         self._max_length = 0
 
@@ -137,11 +140,15 @@ class PromptGroup(QueueEntry):
       checked: the submission that all of them came from.
       samples: request -> its sample index, which is folded into the key, so that samples of one
         prompt differ. -1 folds nothing.
+      priority: as in `AsyncEngine.submit`.
     """
 
-    def __init__(self, checked: CheckedRequest, samples: Mapping[Request, int]) -> None:
+    def __init__(
+        self, checked: CheckedRequest, samples: Mapping[Request, int], priority: int = 0
+    ) -> None:
         super().__init__(samples)
         self._checked, self._samples = checked, samples
+        self.turn = priority
 
     @property
     def token_ids(self) -> np.ndarray:
@@ -213,6 +220,11 @@ class ParkedRequest(QueueEntry):
 class WaitingQueue:
     """Entries that wait. Any thread may put one in and count their requests.
 
+        turn of an entry = entries of priority 0 that were put in so far, this one too, + priority
+
+    Equal turns are first come, first served. An entry of priority i so waits for at most i later
+    ones of priority 0: it goes on, however many come.
+
     The rest is called under the scheduler's `_step_lock`, under which caches change, too.
 
     Args:
@@ -229,6 +241,7 @@ class WaitingQueue:
     def __init__(self, max_waiting: int) -> None:
         self._max_waiting = max_waiting
         self._entries: deque[QueueEntry] = deque()
+        self._last_turn = 0
         # An upper bound of `len(waiting())`: a request that ends is counted until it is removed.
         self._num_waiting = 0
         self.lock = threading.RLock()
@@ -292,11 +305,16 @@ class WaitingQueue:
             )
 
     def put(self, entry: QueueEntry) -> None:
-        """Puts an entry at the end of the queue; raises the errors of `check_room`."""
+        """Puts an entry after those of its turn or earlier; raises the errors of `check_room`.
+
+        Until now the entry's `turn` is its priority.
+        """
         with self.lock:
             self.check_room(len(entry.waiting))
             self._num_waiting += len(entry.waiting)
-            self._entries.append(entry)
+            self._last_turn += entry.turn == 0
+            entry.turn += self._last_turn
+            bisect.insort(self._entries, entry, key=lambda other: other.turn)
 
     def put_first(self, entry: QueueEntry) -> None:
         """Puts an entry before all others, however many requests wait.
@@ -321,9 +339,15 @@ class WaitingQueue:
             self._num_waiting = sum(len(entry.waiting) for entry in self._entries)
 
     def first(self, number: int) -> list[QueueEntry]:
-        """Returns the first entries, at most `number`, without removing them."""
+        """Returns the first entries, at most `number`, which stay the first until they are popped.
+
+        The scheduler reads their prompts, and as many have room in a `PrefillBatch`.
+        """
         with self.lock:
-            return list(itertools.islice(self._entries, number))
+            entries = list(itertools.islice(self._entries, number))
+            for entry in entries:
+                entry.turn = 0
+            return entries
 
     def pop(self) -> Request:
         """Removes the first request and returns it; an entry is removed with its last request."""

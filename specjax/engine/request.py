@@ -20,6 +20,7 @@ from specjax.engine.usage import Usage
 from specjax.processing.kept_tokens import KeptTokens
 
 __all__ = [
+    "FINISH_REASONS",
     "FinishReason",
     "PROGRAM_EXITS",
     "Piece",
@@ -46,7 +47,8 @@ class FinishReason:
     TIMED_OUT = "timed_out"
 
 
-_FINISH_REASONS = {
+# Of a `Finish`, which a step gives a request.
+FINISH_REASONS = {
     Finish.LENGTH: FinishReason.LENGTH,
     Finish.END_OF_SEQUENCE: FinishReason.END_OF_SEQUENCE,
     Finish.INVALID: FinishReason.INVALID_LOGITS,
@@ -364,7 +366,7 @@ class Request:
         if self._text is not None and self._text.stopped:
             self.end(FinishReason.STOP_STRING)
         elif finish > 0:
-            self.end(_FINISH_REASONS[finish])
+            self.end(FINISH_REASONS[finish])
         elif self._matched is not None and self.finish_reason is None:
             with self._contain_errors(FinishReason.MATCHER_ERROR):
                 self._matched.read(self.token_ids[len(self.token_ids) - num_tokens :])

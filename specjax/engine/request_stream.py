@@ -12,25 +12,16 @@ those that were read. So unread tokens merge into the next chunk, and a slow rea
 import asyncio
 import contextlib
 import threading
-from collections.abc import Iterable, Iterator
-from types import TracebackType
-from typing import Protocol, TypeAlias
+from collections.abc import Callable, Iterable, Iterator
+from typing import TypeAlias
 
 from specjax.engine.request import Request, StreamChunk
-from specjax.engine.usage import Usage
 
-__all__ = ["Commands", "Cursor", "RequestStream", "Waiter", "wake_readers"]
+__all__ = ["Cursor", "RequestStream", "Waiter", "wake_readers"]
 
 
 # A reader that waits: a thread by an event, or a coroutine by a future of its event loop.
 Waiter: TypeAlias = "threading.Event | asyncio.Future[None]"
-
-
-class Commands(Protocol):
-    """Takes cursors, of new or closed streams, for the thread that steps."""
-
-    def put(self, cursor: "Cursor") -> None:
-        """Adds a cursor; any thread may call it, also during an interrupted call of its own."""
 
 
 class Cursor:
@@ -71,10 +62,11 @@ class Cursor:
     def start_waiting(self, waiter: Waiter) -> bool:
         """Sets the waiter; returns whether it has to wait.
 
-        Earlier tokens are seen here, and later ones find the waiter.
+        Earlier tokens are seen here, and later ones find the waiter. A closed one waits until its
+        request has ended.
         """
         self.waiter = waiter
-        return not (self.is_closed or self.has_news())
+        return not self.has_news()
 
 
 class RequestStream:
@@ -89,21 +81,17 @@ class RequestStream:
 
     Args:
       cursor: the request's.
-      commands: those of the thread that steps.
+      report: gives the thread that steps a closed cursor. Any thread may call it, also during an
+        interrupted call of its own.
       engine: an object that must not be collected before the stream.
 
     Attributes:
       request: the `Request`, with all its tokens so far.
     """
 
-    def __init__(self, cursor: Cursor, commands: Commands, engine: object) -> None:
+    def __init__(self, cursor: Cursor, report: Callable[[Cursor], None], engine: object) -> None:
         self.request = cursor.request
-        self._cursor, self._commands, self._engine = cursor, commands, engine
-
-    @property
-    def usage(self) -> Usage:
-        """The request's counts so far, under OpenAI's names."""
-        return self.request.usage
+        self._cursor, self._report, self._engine = cursor, report, engine
 
     def close(self) -> None:
         """Ends the iteration, and aborts the request before the next step, unless it has ended.
@@ -114,7 +102,7 @@ class RequestStream:
         # `SimpleQueue.put` may interrupt itself.
         was_closed, self._cursor.is_closed = self._cursor.is_closed, True
         if not was_closed and self.request.finish_reason is None:
-            self._commands.put(self._cursor)
+            self._report(self._cursor)
 
     def __del__(self) -> None:
         self.close()
@@ -124,16 +112,23 @@ class RequestStream:
         self.close()
 
     def result(self) -> Request:
-        """Waits in a thread until the request has ended, and returns it."""
-        for _ in self:
-            pass
+        """Waits in a thread until the request has ended, by `close`, too, and returns it."""
+        while self._goes_on():
+            self._wait()
         return self.request
 
     async def aresult(self) -> Request:
-        """Waits in a coroutine until the request has ended, and returns it."""
-        async for _ in self:
-            pass
+        """Waits in a coroutine until the request has ended, by `close`, too, and returns it."""
+        while self._goes_on():
+            await self._wait_in_loop()
         return self.request
+
+    def _goes_on(self) -> bool:
+        """Takes all news, and returns whether the request has not ended."""
+        while (chunk := self._cursor.take()) is not None:
+            if chunk.finish_reason is not None:
+                return False
+        return True
 
     def __iter__(self) -> "RequestStream":
         return self
@@ -142,10 +137,7 @@ class RequestStream:
         while not self._cursor.is_closed:
             if (chunk := self._cursor.take()) is not None:
                 return chunk
-            event = threading.Event()
-            with self._waiting(event) as must_wait:
-                if must_wait:
-                    event.wait()
+            self._wait()
         raise StopIteration
 
     def __aiter__(self) -> "RequestStream":
@@ -155,11 +147,20 @@ class RequestStream:
         while not self._cursor.is_closed:
             if (chunk := self._cursor.take()) is not None:
                 return chunk
-            future = asyncio.get_running_loop().create_future()
-            with self._waiting(future) as must_wait:
-                if must_wait:
-                    await future
+            await self._wait_in_loop()
         raise StopAsyncIteration
+
+    def _wait(self) -> None:
+        event = threading.Event()
+        with self._waiting(event) as must_wait:
+            if must_wait:
+                event.wait()
+
+    async def _wait_in_loop(self) -> None:
+        future = asyncio.get_running_loop().create_future()
+        with self._waiting(future) as must_wait:
+            if must_wait:
+                await future
 
     @contextlib.contextmanager
     def _waiting(self, waiter: Waiter) -> Iterator[bool]:
@@ -177,23 +178,13 @@ class RequestStream:
     def __enter__(self) -> "RequestStream":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     async def __aenter__(self) -> "RequestStream":
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         self.close()
 
 
@@ -203,7 +194,7 @@ def wake_readers(cursors: Iterable[Cursor]) -> None:
     for cursor in cursors:
         # Read once: the reader may leave meanwhile.
         waiter = cursor.waiter
-        if waiter is None or not (cursor.is_closed or cursor.has_news()):
+        if waiter is None or not cursor.has_news():
             continue
         if isinstance(waiter, threading.Event):
             waiter.set()

@@ -113,7 +113,7 @@ class DispatchedStep(NamedTuple):
 
 
 class Scheduler:
-    """Slots, their requests, and the queue; first come, first served.
+    """Slots, their requests, and the queue.
 
     Args:
       programs: of the engine.

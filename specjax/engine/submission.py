@@ -41,6 +41,7 @@ __all__ = [
     "check_request",
     "check_timeout",
     "drop_batch_axis",
+    "key_of_seed",
     "make_request",
 ]
 
@@ -73,7 +74,7 @@ class Submission(NamedTuple):
     """Arguments of `Engine.submit`, unchecked."""
 
     prompt: object
-    key: jax.Array | None
+    key: jax.Array | None = None
     max_new_tokens: int | None = None
     temperature: object = 1.0
     eos_token_ids: object = ()
@@ -221,18 +222,11 @@ def _check_prompt(
 
 
 def _check_key(key: jax.Array | None, seed: int | None) -> jax.Array:
-    """Returns the key, or the one that `seed` makes:
-
-        [seed >> 32, seed & 0xffffffff]    u32[2], of seed modulo 2 ** 64
-
-    `jax.random.key(seed)` is this key with 64-bit types; without, it drops the high word.
-    """
+    """Returns the key, or the one that `seed` makes."""
     if key is None:
         if seed is None:
             raise ValueError(_NOISE.format("neither key nor seed is given"))
-        number = _check_seed(seed) % 2**64
-        words = np.array([number >> 32, number % 2**32], np.uint32)
-        return jax.random.wrap_key_data(jnp.asarray(words), impl="threefry2x32")
+        return key_of_seed(seed)
     if seed is not None:
         raise ValueError(_NOISE.format("key and seed are both given"))
     if getattr(key, "shape", ()) != ():
@@ -240,14 +234,26 @@ def _check_key(key: jax.Array | None, seed: int | None) -> jax.Array:
     return check_keys(key, 1, "key")
 
 
-def _check_seed(seed: int) -> int:
+def key_of_seed(seed: int) -> jax.Array:
+    """Returns the key of the words [seed >> 32, seed & 0xffffffff] of a seed modulo 2 ** 64.
+
+    `jax.random.key(seed)` is this key with 64-bit types; without, it drops the high word.
+
+    Raises:
+      ValueError: for what is no int in [-2**63, 2**63).
+
+    Example:
+      >>> bool(key_of_seed(7) == jax.random.key(7, impl="threefry2x32"))
+      True
+    """
     try:
         number = operator.index(seed)
     except TypeError:
         number = None
     if number is None or isinstance(seed, bool) or not -(2**63) <= number < 2**63:
         raise ValueError(f"seed is {seed!r}; it needs a Python int in [-2**63, 2**63).")
-    return number
+    words = np.array([number >> 32 & 0xFFFFFFFF, number & 0xFFFFFFFF], np.uint32)
+    return jax.random.wrap_key_data(jnp.asarray(words), impl="threefry2x32")
 
 
 def _check_temperature(value: object) -> np.ndarray:

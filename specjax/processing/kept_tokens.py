@@ -221,8 +221,8 @@ def kept_logprobs(
       temperature: f32, scalar, [...] or its first axis alone, of the texts' draws.
 
     Returns:
-      f32[...]: 0 at padding and -inf for a token outside its set, both without a gradient. NaN
-      where a set has more than M tokens and no mask.
+      f32[...]: 0 at padding and -inf for a token outside its set, such as an id >= V, both without
+        a gradient. NaN where a set has more than M tokens and no mask.
 
     Raises:
       ValueError: for wrong shapes or dtypes.
@@ -273,10 +273,12 @@ def _normalize_over(scores: jax.Array, token_ids: jax.Array, kept: KeptTokens) -
     whole = jnp.where(in_whole & ~by_ids[..., None] & is_row[..., None], scores, -jnp.inf)
     # So that no row is empty: that of `by_ids` is not read.
     whole = jnp.where((by_ids | ~is_row)[..., None], 0, whole)
-    in_whole = jnp.take_along_axis(in_whole, jnp.maximum(token_ids, 0)[..., None], axis=-1)[..., 0]
+    # The last id stands for one past the vocabulary, which is no member.
+    index = jnp.clip(token_ids, 0, scores.shape[-1] - 1)[..., None]
+    in_whole = jnp.take_along_axis(in_whole, index, axis=-1)[..., 0] & (token_ids == index[..., 0])
     logsumexp = jax.nn.logsumexp
     log_sum = jnp.where(by_ids, logsumexp(own, axis=-1), logsumexp(whole, axis=-1))
-    score = jnp.take_along_axis(scores, jnp.maximum(token_ids, 0)[..., None], axis=-1)[..., 0]
+    score = jnp.take_along_axis(scores, index, axis=-1)[..., 0]
     is_member = jnp.where(by_ids, in_set, in_whole) & is_row
     logprobs = jnp.where(is_member, score - log_sum, -jnp.inf)
     if kept.mask is None:

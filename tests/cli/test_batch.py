@@ -23,7 +23,7 @@ from specjax.cli.arguments import SAMPLING_OPTIONS, parse_options
 from specjax.cli.batch import output_file, run_batch
 from specjax.cli.batch.output_file import OutputFile
 from specjax.cli.batch.read_lines import _NUMBERS, PromptLine, read_lines
-from specjax.cli.model_pair import read_grammar, read_pair
+from specjax.cli.model_pair import ModelPair, read_grammar, read_pair
 from specjax.config import SpeculativeConfig
 from specjax.engine.submission import _check_key
 
@@ -76,8 +76,9 @@ def test_the_queue_has_room_for_all_that_is_submitted_at_once(monkeypatch):
     monkeypatch.setattr(run_batch, "Engine", lambda *models, **options: options["max_waiting"])
     fields = dict.fromkeys(("logprobs", *SAMPLING_OPTIONS)) | {"num_slots": 4096}
     config = types.SimpleNamespace(max_position_embeddings=512)
-    pair = types.SimpleNamespace(target_config=config, tokenizer=None)
-    job = run_batch.BatchJob(pair, None, None, None, [], argparse.Namespace(**fields), None, {})
+    options = argparse.Namespace(**fields)
+    pair = ModelPair(options, None, "", "", "", config, None)
+    job = run_batch.BatchJob(pair, None, None, [], None, {})
     assert run_batch._make_engine(job) == 2 * 4096
 
 
@@ -86,9 +87,9 @@ def test_a_refused_length_names_the_targets_limit_and_not_that_of_the_other_line
     values = {"token_ids": [], "text": "", "metrics": None, "error": error}
     request = types.SimpleNamespace(finish_reason="refused", **values)
     config = types.SimpleNamespace(max_position_embeddings=500)
-    pair = types.SimpleNamespace(target_config=config)
     options = argparse.Namespace(max_new_tokens=20, temperature=1.0, logprobs=None)
-    job = run_batch.BatchJob(pair, None, None, SpeculativeConfig(), [], options, None, {1: "a"})
+    pair = ModelPair(options, SpeculativeConfig(), "", "", "", config, None)
+    job = run_batch.BatchJob(pair, None, None, [], None, {1: "a"})
     long = (
         "the prompt has 2 tokens and may get 499 new ones; together they may be at most 500, the "
         "target's max_position_embeddings."
@@ -103,9 +104,9 @@ def test_keys_of_lines_do_not_depend_on_what_jax_makes_by_default():
         return _check_key(key, seed)
 
     engine = types.SimpleNamespace(submit=submit)
-    pair = types.SimpleNamespace(target_config=TARGET)
     options = argparse.Namespace(max_new_tokens=20, temperature=1.0, stop=(), seed=3)
-    job = run_batch.BatchJob(pair, None, None, None, [], options, None, {})
+    pair = ModelPair(options, None, "", "", "", TARGET, None)
+    job = run_batch.BatchJob(pair, None, None, [], None, {})
 
     def key_of(values):
         return run_batch._submit(job, engine, PromptLine(2, None, [1], None, values))
@@ -200,10 +201,10 @@ def test_prompts_that_begin_as_the_tokenizer_would_begin_them_give_one_warning(
     for name in ("_capacity", "report_memory"):
         monkeypatch.setattr(run_batch, name, lambda *what, **size: 0)
     options = argparse.Namespace(chat=False, **absent, **files)
-    pair = types.SimpleNamespace(tokenizer=None, draft=None)
+    pair = ModelPair(options, None, "", "", "", None, None)
     terminal = types.SimpleNamespace(print_warning=warned.append)
     with contextlib.ExitStack() as stack:
-        job = run_batch.read_batch(options, None, pair, terminal, stack)
+        job = run_batch.read_batch(pair, terminal, stack)
     assert [line.token_ids for line in job.lines] == [[1], [1]]
     assert warned == [f"{tmp_path / 'in'}, 2 of its lines: a begins"]
 
@@ -266,15 +267,16 @@ def test_an_output_whose_line_has_no_number_is_refused(tmp_path, number):
 
 def test_a_schema_that_is_nested_too_deeply_or_has_too_long_an_integer_is_refused(tmp_path):
     tokenizer, path = byte_tokenizer(), tmp_path / "schema.json"
-    pair = types.SimpleNamespace(target_config=TARGET, tokenizer=tokenizer, folder="f")
+    options = argparse.Namespace(json_schema=str(path))
+    pair = ModelPair(options, None, "", "f", "", TARGET, tokenizer)
     deep = '{"type": "array", "items": ' * 300 + '{"const": 1}' + "}" * 300
     for text in ("[" * 200_000, deep):
         path.write_text(text)
         with pytest.raises(ValueError, match=r"nested .*; it needs fewer levels"):
-            read_grammar(argparse.Namespace(json_schema=str(path)), pair)
+            read_grammar(pair)
     path.write_text('{"const": 1' + "0" * 5000 + "}")
     with pytest.raises(ValueError, match=r"^--json-schema .*schema.json is not JSON: Exceeds"):
-        read_grammar(argparse.Namespace(json_schema=str(path)), pair)
+        read_grammar(pair)
 
 
 def test_an_output_that_cannot_be_written_is_refused_by_its_path_before_weights_are_read(
@@ -406,10 +408,9 @@ def test_a_file_of_conversations_goes_on_on_another_day_with_the_date_of_the_fir
         now = types.SimpleNamespace(now=lambda: days[day], fromisoformat=DATETIME.fromisoformat)
         monkeypatch.setattr(run_batch, "datetime", types.SimpleNamespace(datetime=now))
         files = ["--input", str(tmp_path / lines), "--output", str(tmp_path / output)]
-        options, config = parse_options(["generate", "--target", str(tmp_path), *files])
-        pair = read_pair(options)
+        pair = read_pair(*parse_options(["generate", "--target", str(tmp_path), *files]))
         with contextlib.ExitStack() as exit_stack:
-            job = run_batch.read_batch(options, config, pair, None, exit_stack)
+            job = run_batch.read_batch(pair, None, exit_stack)
             texts.append(pair.tokenizer.decode(job.lines[-1].token_ids))
             if not job.output.done:
                 job.output.append(run_batch._output_of(job, job.lines[0], request))

@@ -118,8 +118,8 @@ def job_of(name="", tokenizer=None, drafter=None, config=None, rule=None, temper
     """A job of one token and no models."""
     config = config or SpeculativeConfig()
     options = argparse.Namespace(temperature=temperature, rule=rule)
-    pair = ModelPair(name, "", "", None, tokenizer)
-    return GenerateJob(options, pair, config, "x", [1], drafter=drafter)
+    pair = ModelPair(options, config, name, "", "", None, tokenizer)
+    return GenerateJob(pair, "x", [1], drafter=drafter)
 
 
 class FakeTerminal(io.StringIO):
@@ -237,7 +237,7 @@ def test_xla_is_given_no_flag_that_a_later_jax_may_not_know(monkeypatch):
     """XLA ends the process at a flag that it does not know."""
     monkeypatch.setenv("XLA_FLAGS", "")
     monkeypatch.setattr(jax, "__version_info__", (0, 13, 0))
-    load_options(argparse.Namespace(mesh=2, replicate_draft=False, dtype=None))
+    load_options(parse_options(["sweep", "--mesh", "2"])[0])
     assert os.environ["XLA_FLAGS"] == ""
 
 
@@ -261,13 +261,12 @@ def test_a_key_does_not_depend_on_what_jax_makes_by_default(pair):
     arguments = ["--target", pair[0], "--draft", pair[1], "--seed", "3"]
     wanted = jax.random.key(3)
     with jax.default_prng_impl("rbg"):
-        options, config = parse_options(["generate", "ab", *arguments, *SHORT])
+        decoded = read_pair(*parse_options(["generate", "ab", *arguments, *SHORT]))
         terminal = Terminal(quiet=True)
-        (job,) = read_jobs(options, config, read_pair(options), ["ab"], terminal, None)
-        options, _ = parse_options(
-            ["sweep", "ab", *arguments, "--context", "8", "--steps", "4", *PLAIN]
-        )
-        keys = job.key, read_workload(options, read_pair(options), ["ab"], terminal).key(2)
+        (job,) = read_jobs(decoded, ["ab"], terminal, None)
+        sizes = ["--context", "8", "--steps", "4", *PLAIN]
+        measured = read_pair(*parse_options(["sweep", "ab", *arguments, *sizes]))
+        keys = job.key, read_workload(measured, ["ab"], terminal).key(2)
     assert all(map(jnp.array_equal, keys, (wanted, jax.random.fold_in(wanted, 2))))
 
 
@@ -1008,8 +1007,8 @@ def test_the_command_offers_rules_and_says_that_they_are_not_exact(monkeypatch, 
 )
 def test_exact_is_what_follows_the_target(config, options, exact):
     job = job_of(drafter=ngram_drafter(), config=SpeculativeConfig(**config), **options)
-    assert is_exact(job) is exact
-    assert is_exact(job._replace(drafter=None))
+    assert is_exact(job.drafter, job.pair.config, job.options.temperature) is exact
+    assert is_exact(None, job.pair.config, job.options.temperature)
 
 
 @pytest.mark.once

@@ -84,11 +84,10 @@ def job_of(tmp_path, target):
             system=system,
             template_arg=[],
         )
-        pair = ModelPair("pair", tmp_path, "none", CONFIG, character_tokenizer())
+        files = "pair", tmp_path, "none", CONFIG, character_tokenizer()
+        pair = ModelPair(options, KINDS[kind], *files)
         models = target, drafter_of(kind, target)
-        return GenerateJob(
-            options, pair, KINDS[kind], "", [0], None, None, *models, max_length=max_length
-        )
+        return GenerateJob(pair, "", [0], None, None, *models, max_length=max_length)
 
     return make
 

@@ -14,7 +14,13 @@ from checkpoints import write_checkpoints
 from specjax import SpeculativeConfig, StepCosts
 from specjax.cli import main
 from specjax.cli.arguments import parse_options
-from specjax.cli.model_pair import load_pair, read_pair, with_trained_k
+from specjax.cli.model_pair import (
+    describe_configs,
+    load_pair,
+    pair_shapes,
+    read_pair,
+    with_trained_k,
+)
 from specjax.config import DEFAULT_STEP_COSTS
 from specjax.decode.adaptive_k import AdaptiveK, init_history, k_by_rate
 from specjax.models import DFlashConfig, build_dflash, pretrained_folder, save_dflash
@@ -39,9 +45,9 @@ def _run_in_folder(folder, tmp_path, monkeypatch):
 
 
 def read(**options):
-    given = {"target": None, "draft": HEAD, "mesh": None, "logprobs": None} | options
-    given |= {"dtype": None, "ignore_eos": False}
-    return read_pair(types.SimpleNamespace(**given))
+    given = {"target": None, "draft": HEAD, "mesh": None, "logprobs": None}
+    given |= {"dtype": None, "ignore_eos": False, "row_invariant": False} | options
+    return read_pair(types.SimpleNamespace(**given), SpeculativeConfig())
 
 
 def test_head_and_model_name_the_embedded_drafts_of_the_embedded_target():
@@ -53,6 +59,17 @@ def test_head_and_model_name_the_embedded_drafts_of_the_embedded_target():
     target, drafter = load_pair(read(draft="head"))
     assert drafter.taps == (2, 4, 5)
     assert drafter.params["target"] is target.params
+
+
+def test_target_and_draft_are_row_invariant_by_one_option_and_their_programs_are_others():
+    usual, pair = (read(draft="model", row_invariant=x) for x in (False, True))
+    assert pair.load_target == pair.load_draft == {"row_invariant": True}
+    assert load_pair(pair)[0].row_invariant
+    assert pair_shapes(pair)[0].row_invariant
+    assert not load_pair(usual)[0].row_invariant
+    assert describe_configs(usual) != describe_configs(pair)
+    with pytest.raises(ValueError, match="--row-invariant is given and --mesh; it needs"):
+        parse_options(["serve", "--mesh", "2", "--row-invariant"])
 
 
 def test_a_head_says_how_many_tokens_it_drafts_and_for_which_target(folder):
@@ -77,8 +94,8 @@ def test_a_table_by_batch_size_is_one_of_an_option_or_next_to_a_head(folder, tmp
 
 def test_auto_goes_by_the_step_costs_next_to_a_head_unless_an_option_gives_some():
     def costs(*arguments):
-        options, config = parse_options(["generate", "a", *arguments])
-        return with_trained_k(config, options, read_pair(options)).step_costs
+        pair = read_pair(*parse_options(["generate", "a", *arguments]))
+        return with_trained_k(pair).config.step_costs
 
     own = costs()
     assert own == costs("--num-speculative-tokens", "auto")
@@ -107,8 +124,8 @@ def test_the_usual_rate_next_to_a_head_is_that_of_files_unless_an_option_gives_o
 
     def rate(*arguments):
         files = ["--input", "a", "--output", "b", "--target", TARGET, "--draft", str(head)]
-        options, config = parse_options(["generate", *files, *arguments])
-        return with_trained_k(config, options, read_pair(options)).usual_acceptance_rate
+        pair = read_pair(*parse_options(["generate", *files, *arguments]))
+        return with_trained_k(pair).config.usual_acceptance_rate
 
     auto = "--num-speculative-tokens", "auto"
     assert rate(*auto) == 0.7

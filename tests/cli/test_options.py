@@ -125,8 +125,8 @@ def test_a_grammar_of_least_lengths_changes_no_other_token(least):
 def test_a_system_message_and_variables_reach_the_template(target, capsys, monkeypatch):
     seen = []
 
-    def read(options, config, pair, texts, terminal, folder):
-        seen.append(render_chat(options, pair, [{"role": "user", "content": texts[0]}]))
+    def read(pair, texts, terminal, folder):
+        seen.append(render_chat(pair, [{"role": "user", "content": texts[0]}]))
         raise ValueError("seen.")
 
     monkeypatch.setattr("specjax.cli.run_generate.read_jobs", read)
@@ -169,6 +169,9 @@ def test_parameters_that_are_not_given_are_those_of_the_generation_config(tmp_pa
     assert read(fields, "--ignore-generation-config") == (None, nothing)
     assert read({"top_k": -1, "top_p": 1}) == (None, nothing)
     assert read({"do_sample": False})[1]["temperature"] == 0
+    assert repr(read({"top_k": 50.0, "top_p": 0.5})[1]["top_k"]) == "50"
+    with pytest.raises(ValueError, match=r"has top_k 50.5; it needs an integer in \[0, "):
+        read({"top_k": 50.5})
     with pytest.raises(ValueError, match=r"generation_config.json has top_p 2; it needs a number"):
         read({"top_p": 2})
 
@@ -220,8 +223,7 @@ def test_a_model_of_the_hub_is_found_in_its_cache_or_the_command_that_downloads_
     (tmp_path / "models--a--Small" / "refs" / "main").write_text("12ab\n")
     folder = tmp_path / "models--a--Small" / "snapshots" / "12ab"
     shutil.copytree(target, folder)
-    options, _ = parse_options(["generate", "x", "--target", "a/Small", "--draft", "none"])
-    pair = read_pair(options)
+    pair = read_pair(*parse_options(["generate", "x", "--target", "a/Small", "--draft", "none"]))
     assert pair.folder == str(folder)
     assert pair.name.startswith("target a/Small ")
     assert model_name(pair.folder) == "Small"
@@ -236,8 +238,8 @@ def test_a_pair_that_does_not_fit_is_refused_before_its_weights_are_read(target,
     options, config = parse_options(
         ["generate", "x", "--target", str(target), "--dtype", "float16"]
     )
-    pair, size = read_pair(options), {"num_requests": 4, "max_length": 128}
-    assert pair_memory.describe_memory(pair, config, **size) is None  # It is small.
+    pair, size = read_pair(options, config), {"num_requests": 4, "max_length": 128}
+    assert pair_memory.describe_memory(pair, **size) is None  # It is small.
     monkeypatch.setattr(pair_memory, "_LEAST_SHOWN", 0)
     model = load(target, "float16")[0]
     weights = sum(leaf.nbytes for leaf in jax.tree.leaves(model.params))
@@ -249,7 +251,7 @@ def test_a_pair_that_does_not_fit_is_refused_before_its_weights_are_read(target,
     )
     free = weights + needs.of_slots(4)
     monkeypatch.setattr(pair_memory, "free_bytes", lambda devices: free)
-    assert pair_memory.describe_memory(pair, config, **size).endswith("room for 4")
+    assert pair_memory.describe_memory(pair, **size).endswith("room for 4")
     free -= 1
     with pytest.raises(MemoryError, match="there is no room for this pair: weights take"):
-        pair_memory.describe_memory(pair, config, **size)
+        pair_memory.describe_memory(pair, **size)

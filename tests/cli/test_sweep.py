@@ -7,6 +7,7 @@ import json
 import os
 import re
 import sys
+import types
 
 import bigrams
 import jax
@@ -18,7 +19,7 @@ from test_files import limit_file_size
 import specjax
 from specjax.cli import main
 from specjax.cli.arguments import parse_options
-from specjax.cli.model_pair import read_pair
+from specjax.cli.model_pair import ModelPair, read_pair
 from specjax.cli.sweep.choice import Acceptance, choose_best, standard_errors
 from specjax.cli.sweep.measure import Workload, measure_acceptance
 from specjax.cli.sweep.report import conclusion, report_tables
@@ -222,8 +223,8 @@ def test_a_target_over_devices_keeps_the_drafts_that_it_keeps_on_one(capsys, pai
     """By lookup drafts of one token, whose programs are the fewest."""
     command = ["sweep", "ab ab ab", *pair[:2], *SMALL, "--draft", "ngram", "--temperature", "0"]
     command += ["--max-speculative-tokens", "1"]
-    options = parse_options(command)[0]
-    workload = read_workload(options, read_pair(options), ["ab ab ab"], Terminal(quiet=True))
+    pair_of_command = read_pair(*parse_options(command))
+    workload = read_workload(pair_of_command, ["ab ab ab"], Terminal(quiet=True))
     one = measure_acceptance(workload, 1, lambda stage: None)
     assert main([*command, "--json", "--mesh", "2"]) == 0
     report = json.loads(capsys.readouterr().out)
@@ -239,13 +240,12 @@ def test_a_step_that_ends_a_text_keeps_the_drafts_up_to_the_end():
     options = argparse.Namespace(
         temperature=0.0, seed=0, max_new_tokens=8, draft_sample_method="probabilistic"
     )
+    config = types.SimpleNamespace(eos_token_ids=(5,))
     workload = Workload(
-        name="",
+        pair=ModelPair(options, None, "", "", "", config, None),
         target=bigrams.model(table),
         drafter=specjax.model_drafter(bigrams.model(table)),
         prompts=[[0], [1], [2], [3]],
-        eos_token_ids=(5,),
-        options=options,
     )
     acceptance = measure_acceptance(workload, 3, lambda stage: None)
     # One token comes before the first step: 4, 3, 2 and 1 are left.

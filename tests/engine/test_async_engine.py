@@ -159,7 +159,7 @@ def test_samples_of_a_prompt_are_those_of_the_engine():
     with serving(make_engine()) as server:
         streams = server.submit_samples(4, **values)
         assert [one.result().token_ids for one in streams] == [one.token_ids for one in samples]
-        assert Usage.sum([one.usage for one in streams]) == Usage(2, 32)
+        assert Usage.sum([one.request.usage for one in streams]) == Usage(2, 32)
 
 
 def test_what_a_slow_reader_did_not_take_is_one_chunk():
@@ -409,6 +409,21 @@ def test_a_reader_that_leaves_aborts_its_request_alone(leave):
         request = asyncio.run(wait(streams.pop()))
         assert other.result().token_ids == expected
     assert (request.finish_reason, len(request.token_ids)) == ("aborted", 2)
+
+
+def test_the_result_of_a_closed_stream_says_that_it_was_aborted():
+    engine = make_engine()
+    gate = Gate(engine)
+    with serving(engine) as server:
+        streams = submit_all(server, {"seed": 0}, {"seed": 1})
+        gate.is_held.wait()
+        for stream in streams:
+            stream.close()
+        assert streams[0].request.finish_reason is None
+        gate.is_open.set()
+        results = streams[0].result(), asyncio.run(streams[1].aresult())
+        assert [one.finish_reason for one in results] == ["aborted"] * 2
+        assert next(streams[0], "no chunk") == "no chunk"
 
 
 def test_a_stream_has_one_reader_at_a_time():

@@ -21,8 +21,8 @@ class Request:
 
 
 class Entry:
-    def __init__(self, *requests):
-        self.waiting = collections.deque(requests)
+    def __init__(self, *requests, turn=0):
+        self.waiting, self.turn = collections.deque(requests), turn
 
 
 def test_ten_thousand_submissions_look_at_no_request_that_waits():
@@ -76,3 +76,21 @@ def test_the_bound_holds_whenever_requests_end():
     assert waiting.pop() is requests[1]
     assert num_more() == 3
     assert [one for one in requests if one in waiting.waiting()] == [requests[2]]
+
+
+def test_the_first_prompt_of_a_body_goes_before_the_later_ones_of_earlier_bodies():
+    waiting = WaitingQueue(100)
+
+    def put(name, size=1):
+        for i in range(size):
+            waiting.put(Entry(f"{name}{i}", turn=i))
+
+    put("a", 4)
+    assert [entry.waiting[0] for entry in waiting.first(3)] == ["a0", "a1", "a2"]
+    put("b", 3)
+    for name in "cdef":
+        put(name)
+    waiting.put_first(Entry("parked"))
+    names = [entry.waiting[0] for entry in waiting.first(100)]
+    # Prompts that are being read stay first, and prompt i waits for at most i later bodies.
+    assert " ".join(names) == "parked a0 a1 a2 b0 b1 c0 a3 b2 d0 e0 f0"

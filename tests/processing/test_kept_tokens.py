@@ -145,6 +145,17 @@ def test_kept_logprobs_and_their_gradient_are_those_of_the_definition(with_mask)
     assert not np.asarray(gradient)[3:].any()
 
 
+@pytest.mark.parametrize("cutoff", [-np.inf, 1.0])
+@pytest.mark.parametrize("with_mask", [False, True])
+def test_an_id_past_the_vocabulary_is_outside_every_set(cutoff, with_mask):
+    logits = jnp.array([0.0, 1.0, 2.0])
+    kept = specjax.kept_tokens(logits, 2, cutoff=cutoff, with_mask=with_mask)
+    for token_id in (3, 2**31 - 1):
+        assert specjax.kept_logprobs(logits, token_id, kept) == -np.inf
+        slopes = jax.grad(lambda x, i=token_id: specjax.kept_logprobs(x, i, kept))(logits)
+        assert not slopes.any()
+
+
 def test_one_row_without_axes_and_no_rows_have_sets():
     logits = jnp.array([0.0, 1.0, 2.0])
     kept = specjax.kept_tokens(logits, 2, cutoff=1.0, with_mask=True)

@@ -18,7 +18,7 @@ from specjax.cli.arguments import SAMPLING_OPTIONS
 from specjax.cli.batch.output_file import OutputFile
 from specjax.cli.batch.read_lines import FIELDS, Encode, PromptLine, read_lines
 from specjax.cli.folders.pair_memory import report_memory
-from specjax.cli.json_report import is_exact_rule, list_logprobs
+from specjax.cli.json_report import is_exact, list_logprobs
 from specjax.cli.model_pair import (
     ModelPair,
     count_grammar,
@@ -57,12 +57,10 @@ class BatchJob(NamedTuple):
     """A file of prompts, a pair and how it decodes.
 
     Attributes:
-      pair: of models.
+      pair: of models, with the options of the command, for the lines that do not set them.
       target: the target.
       drafter: proposes tokens, or None.
-      config: how tokens are drafted and verified.
       lines: of the input.
-      options: of the command, for the lines that do not set them.
       output: the file of results.
       hashes: of the requests, by the numbers of their lines.
       grammar: of every text, or the one that counts the tokens of each, or None.
@@ -74,15 +72,18 @@ class BatchJob(NamedTuple):
     pair: ModelPair
     target: Model
     drafter: Drafter | None
-    config: SpeculativeConfig
     lines: list[PromptLine]
-    options: argparse.Namespace
     output: OutputFile
     hashes: dict[int, str]
     grammar: Grammar | None = None
     encode: Encode = lambda prompt: []
     most_counted: int = 0
     date: str | None = None
+
+    @property
+    def options(self) -> argparse.Namespace:
+        """Options of the command."""
+        return self.pair.options
 
 
 class _Clock:
@@ -104,14 +105,8 @@ class _Clock:
         return self._now.strftime(form)
 
 
-def read_batch(
-    options: argparse.Namespace,
-    config: SpeculativeConfig,
-    pair: ModelPair,
-    terminal: Any,
-    exit_stack: contextlib.ExitStack,
-) -> BatchJob:
-    """Returns the job that the options describe; the weights are read last.
+def read_batch(pair: ModelPair, terminal: Any, exit_stack: contextlib.ExitStack) -> BatchJob:
+    """Returns the job that the pair's options describe; the weights are read last.
 
     The output is locked until `exit_stack` closes.
 
@@ -120,7 +115,7 @@ def read_batch(
         output has lines of other prompts or options, or another run writes to it. Also if it is not
         a regular file, or cannot be written.
     """
-    config = with_trained_k(config, options, pair)
+    pair, options = with_trained_k(pair), pair.options
     output = exit_stack.enter_context(OutputFile(options.output))
     clock = _Clock(output.date)
     warnings: list[str] = []
@@ -130,7 +125,7 @@ def read_batch(
         if is_chat:
             alone = [{"role": "user", "content": prompt}]
             messages = alone if isinstance(prompt, str) else prompt
-            prompt = render_chat(options, pair, messages, strftime_now=clock.strftime)
+            prompt = render_chat(pair, messages, strftime_now=clock.strftime)
         ids, warning = encode_text(pair.tokenizer, prompt, chat=is_chat)
         warnings.extend([warning] if warning else [])
         return ids
@@ -138,10 +133,10 @@ def read_batch(
     lines = _read_input(options, encode, terminal)
     if warnings:
         terminal.print_warning(f"{options.input}, {len(warnings)} of its lines: {warnings[0]}")
-    grammar = read_grammar(options, pair)
+    grammar = read_grammar(pair)
     if options.json_schema is not None and any("min_tokens" in line.values for line in lines):
         raise ValueError("a line sets min_tokens, and --json-schema alone says where a text ends.")
-    hashes = {line.number: _hash(options, pair, config, line, grammar) for line in lines}
+    hashes = {line.number: _hash(pair, line, grammar) for line in lines}
     _prepare_output(options, output, hashes, terminal)
     most_counted = 0
     if options.json_schema is None:
@@ -149,11 +144,9 @@ def read_batch(
         grammar = count_grammar(pair, max(counts, default=0))
         most_counted = len(grammar.next_states) - 1 if grammar else 0
     if lines:
-        size = {"num_requests": options.num_slots}
-        size["max_length"] = _capacity(options, pair, lines, encode)
-        report_memory(options, pair, config, terminal, **size)
-    loaded = load_pair(pair)
-    job = BatchJob(pair, *loaded, config, lines, options, output, hashes, grammar, date=clock.date)
+        size = {"num_requests": options.num_slots, "max_length": _capacity(pair, lines, encode)}
+        report_memory(pair, terminal, **size)
+    job = BatchJob(pair, *load_pair(pair), lines, output, hashes, grammar, date=clock.date)
     return job._replace(most_counted=most_counted, encode=encode)
 
 
@@ -216,14 +209,9 @@ def run_batch(job: BatchJob, terminal: Any) -> None:
         _decode(job, engine, deque(lines), advance, terminal)
 
 
-def _hash(
-    options: argparse.Namespace,
-    pair: ModelPair,
-    config: SpeculativeConfig,
-    line: PromptLine,
-    grammar: Grammar | None,
-) -> str:
+def _hash(pair: ModelPair, line: PromptLine, grammar: Grammar | None) -> str:
     """Returns a hash of all inputs of a request's tokens, except weights and shapes."""
+    options, changed = pair.options, _changed_fields(pair.config)
     names = ("max_new_tokens", "temperature", "seed", "logprobs", *SAMPLING_OPTIONS)
     common = {name: getattr(options, name) for name in names}
     if options.min_tokens:
@@ -231,7 +219,7 @@ def _hash(
     line_inputs = [line.number, line.token_ids, _stop(options, line), line.values]
     line_inputs += [line.later_turns] if line.later_turns else []
     # A rule's functions have no name that outlives a process; the option does.
-    inputs = [describe_configs(pair), _changed_fields(config), options.rule, common, line_inputs]
+    inputs = [describe_configs(pair), changed, options.rule, common, line_inputs]
     if options.json_schema is not None:
         assert grammar is not None
         tables = b"".join(np.asarray(table).tobytes() for table in grammar)
@@ -248,10 +236,9 @@ def _changed_fields(config: SpeculativeConfig) -> dict[str, str]:
       >>> _changed_fields(SpeculativeConfig(num_speculative_tokens=3))
       {'num_speculative_tokens': '3'}
     """
-    values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
-    defaults = {field.name: field.default for field in dataclasses.fields(config)}
-    values.pop("rule")
-    return {name: repr(value) for name, value in values.items() if value != defaults[name]}
+    fields = [field for field in dataclasses.fields(config) if field.name != "rule"]
+    values = ((field, getattr(config, field.name)) for field in fields)
+    return {field.name: repr(value) for field, value in values if value != field.default}
 
 
 def _stop(options: argparse.Namespace, line: PromptLine) -> tuple[str, ...]:
@@ -274,22 +261,20 @@ def _make_engine(job: BatchJob) -> Engine:
         job.drafter,
         num_slots=job.options.num_slots,
         options=LoopOptions(
-            max_length=_capacity(job.options, job.pair, job.lines, job.encode),
+            max_length=_capacity(job.pair, job.lines, job.encode),
             num_logprobs=job.options.logprobs,
         ),
         sampling=SamplingParams(**defaults, grammar=job.grammar),
-        config=job.config,
+        config=job.pair.config,
         tokenizer=job.pair.tokenizer,
         max_waiting=_ROUNDS_AHEAD * job.options.num_slots,
     )
 
 
-def _capacity(
-    options: argparse.Namespace, pair: ModelPair, lines: list[PromptLine], encode: Encode
-) -> int:
+def _capacity(pair: ModelPair, lines: list[PromptLine], encode: Encode) -> int:
     """Returns the tokens of a slot: the longest text of a line that the target takes."""
     most: int = pair.target_config.max_position_embeddings
-    lengths = [_longest_text(options, line, encode) for line in lines]
+    lengths = [_longest_text(pair.options, line, encode) for line in lines]
     longest = max((length for length in lengths if length <= most), default=_LENGTH_STEP)
     return min(most, -(-longest // _LENGTH_STEP) * _LENGTH_STEP)
 
@@ -386,11 +371,9 @@ def _output_of(job: BatchJob, line: PromptLine, request: Request) -> dict[str, A
     """Returns a line of the output."""
     listed = None
     if job.options.logprobs is not None:
-        tops = request.top_logprobs
-        columns: Any = map(np.array, zip(*tops, strict=True))
-        top = TopLogprobs(*columns) if tops else None
-        tokenizer = job.pair.tokenizer
-        listed = [] if top is None else list_logprobs(tokenizer, request.token_ids, top)
+        columns: Any = map(np.array, zip(*request.top_logprobs, strict=True))
+        top = TopLogprobs(*columns) if request.top_logprobs else None
+        listed = [] if top is None else list_logprobs(job.pair.tokenizer, request.token_ids, top)
     metrics = {} if request.metrics is None else request.metrics._asdict()
     turns = [*line.answers, _describe_turn(request)] if line.messages else []
     return {
@@ -403,7 +386,7 @@ def _output_of(job: BatchJob, line: PromptLine, request: Request) -> dict[str, A
         "num_prompt_tokens": len(line.token_ids),
         "logprobs": listed,
         "metrics": {name: count.tolist() for name, count in metrics.items()},
-        "exact": is_exact_rule(job.drafter, job.config, _value(job, line, "temperature")),
+        "exact": is_exact(job.drafter, job.pair.config, _value(job, line, "temperature")),
         "date": job.date,
         **({"turns": turns} if turns else {}),
         "request_hash": job.hashes[line.number],

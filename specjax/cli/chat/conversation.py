@@ -4,7 +4,6 @@ A turn's tokens are those that its whole conversation would have as one prompt. 
 not depend on what the caches hold; they decide only how many tokens are read again.
 """
 
-import argparse
 import contextlib
 from collections.abc import Callable
 from typing import NamedTuple
@@ -125,15 +124,15 @@ class Conversation:
         Raises:
           ValueError: if the template refuses it. It is then as before.
         """
-        options = _copy_options(self._job.options, system=system)
+        pair = self._job.pair.with_options(system=system)
         messages = [*self.messages, {"role": "user", "content": "Hello."}]
-        render_chat(options, self._job.pair, messages)
-        self._job = self._job._replace(options=options)
+        render_chat(pair, messages)
+        self._job = self._job._replace(pair=pair)
 
     def _with_prompt(self, messages: list[dict[str, str]]) -> GenerateJob:
         """Returns the job of a turn; its buffers have room for the longest answer that fits."""
         job = self._job
-        text = render_chat(job.options, job.pair, messages)
+        text = render_chat(job.pair, messages)
         ids, _ = encode_text(job.pair.tokenizer, text, chat=True)
         if not ids:
             raise ValueError("the chat template writes no text for the conversation.")
@@ -149,9 +148,5 @@ class Conversation:
         if len(ids) + num_new > job.max_length:
             capacity = choose_capacity(job, len(ids) + num_new)
             self._job = job = job._replace(max_length=capacity, programs=None)
-        options = _copy_options(job.options, max_new_tokens=num_new)
-        return job._replace(options=options, text=text, prompt_ids=ids)
-
-
-def _copy_options(options: argparse.Namespace, **values: object) -> argparse.Namespace:
-    return argparse.Namespace(**{**vars(options), **values})
+        pair = job.pair.with_options(max_new_tokens=num_new)
+        return job._replace(pair=pair, text=text, prompt_ids=ids)

@@ -1,6 +1,5 @@
 """Runs `specjax chat`: reads messages and commands, and prints answers."""
 
-import argparse
 import contextlib
 import importlib
 import pathlib
@@ -19,7 +18,6 @@ from specjax.cli.model_pair import (
 )
 from specjax.cli.option_table import suggest
 from specjax.cli.streams import catch_interrupt, raise_on_interrupt
-from specjax.config import SpeculativeConfig
 
 __all__ = ["read_chat", "run_chat"]
 
@@ -33,28 +31,21 @@ _QUOTES = '"""'
 _HINT = '/help lists the commands; ^C ends an answer, ^D the conversation; """ begins several lines'
 
 
-def read_chat(
-    options: argparse.Namespace,
-    config: SpeculativeConfig,
-    pair: ModelPair,
-    terminal: Any,
-    folder: pathlib.Path | None,
-) -> GenerateJob:
+def read_chat(pair: ModelPair, terminal: Any, folder: pathlib.Path | None) -> GenerateJob:
     """Returns the job of a conversation; weights are read while its programs are compiled.
 
     Raises:
       ValueError: for a folder without a chat template, a template that refuses `--system`, and a K
         that the pair cannot take.
     """
-    config = with_trained_k(config, options, pair)
-    job = GenerateJob(options, pair, config, "", [0], read_sampling(options, pair), folder)
-    render_chat(options, pair, [{"role": "user", "content": "Hello."}])
+    pair = with_trained_k(pair)
+    job = GenerateJob(pair, "", [0], read_sampling(pair), folder)
+    render_chat(pair, [{"role": "user", "content": "Hello."}])
     capacity = choose_capacity(job, 1)
     job = job._replace(max_length=capacity)
-    if options.max_new_tokens >= pair.target_config.max_position_embeddings:
-        options.max_new_tokens = pair.target_config.max_position_embeddings - 1
-    size = {"num_requests": 1, "max_length": capacity}
-    report_memory(options, pair, config, terminal, **size)
+    most = pair.target_config.max_position_embeddings - 1
+    pair.options.max_new_tokens = min(pair.options.max_new_tokens, most)
+    report_memory(pair, terminal, num_requests=1, max_length=capacity)
     job = load_models(job)
     # Compiled while the first message is written.
     return job if job.programs is not None else job._replace(programs=begin_programs(job))

@@ -63,18 +63,16 @@ def take_defaults(options: argparse.Namespace, folder: str | os.PathLike[str]) -
 
 
 def _check(path: pathlib.Path, name: str, value: Any) -> float:
-    """Returns a number within its option's limits."""
-    option = _OPTIONS[name]
-    kinds = (int,) if option.parse is int else (int, float)
-    limits = option.limits
-    assert limits is not None
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, kinds)
-        or not limits[0] <= value <= limits[1]
-    ):
+    """Returns a number within its option's limits; 50.0 is the integer 50."""
+    parse, limits = _OPTIONS[name].parse, _OPTIONS[name].limits
+    assert parse
+    assert limits
+    low, high = limits
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not (is_number and low <= value <= high and parse(value) == value):
+        noun = "an integer" if parse is int else "a number"
         raise ValueError(
-            f"{path} has {name} {quote(value)}; it needs a number in [{limits[0]:g}, "
-            f"{limits[1]:g}]. --ignore-generation-config leaves the file out."
+            f"{path} has {name} {quote(value)}; it needs {noun} in [{low:g}, {high:g}]. "
+            "--ignore-generation-config leaves the file out."
         )
-    return int(value) if option.parse is int else float(value)
+    return parse(value)

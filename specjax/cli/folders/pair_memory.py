@@ -3,7 +3,6 @@
 needed = weights + requests * slot_bytes + max(step_bytes, chunk_bytes)
 """
 
-import argparse
 import math
 import os
 import pathlib
@@ -13,7 +12,6 @@ import jax
 
 from specjax import models
 from specjax.cli.model_pair import ModelPair
-from specjax.config import SpeculativeConfig
 from specjax.decode.capacity import format_bytes
 from specjax.decode.drafters import Drafter, model_drafter, ngram_drafter
 from specjax.decode.memory import free_bytes, memory_needs
@@ -25,27 +23,18 @@ __all__ = ["describe_memory", "report_memory"]
 _LEAST_SHOWN = 2**30
 
 
-def report_memory(
-    options: argparse.Namespace,
-    pair: ModelPair,
-    config: SpeculativeConfig,
-    terminal: Any,
-    **size: int,
-) -> None:
+def report_memory(pair: ModelPair, terminal: Any, **size: int) -> None:
     """Prints the sentence of `describe_memory`, unless the options ask for texts alone."""
-    sentence = describe_memory(pair, config, **size)
-    if sentence is not None and not (options.quiet or getattr(options, "json", False)):
+    sentence = describe_memory(pair, **size)
+    if sentence is not None and not (pair.options.quiet or pair.options.json):
         terminal.print_note(sentence)
 
 
-def describe_memory(
-    pair: ModelPair, config: SpeculativeConfig, *, num_requests: int, max_length: int
-) -> str | None:
+def describe_memory(pair: ModelPair, *, num_requests: int, max_length: int) -> str | None:
     """Returns a sentence of what a pair takes and what is free; None for a small pair.
 
     Args:
       pair: whose weights are not read yet. Of a draft head the size of its files counts.
-      config: of the command.
       num_requests: that are decoded at once.
       max_length: tokens of each.
 
@@ -63,7 +52,7 @@ def describe_memory(
         drafter,
         batch_size=num_requests,
         options=LoopOptions(max_length=max_length),
-        config=config,
+        config=pair.config,
     )
     rest = needs.of_slots(num_requests)
     free = _free_bytes(pair.load_target.get("mesh"))

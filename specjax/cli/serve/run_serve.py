@@ -1,6 +1,5 @@
 """Runs `specjax serve`: loads the pair, makes the engine, and serves until a signal."""
 
-import argparse
 import functools
 import gc
 import os
@@ -14,8 +13,8 @@ import jax
 import uvicorn
 
 from specjax import models
+from specjax.cli.folders.hub_cache import model_name
 from specjax.cli.model_pair import ModelPair, encode_text, load_pair, with_trained_k
-from specjax.config import SpeculativeConfig
 from specjax.contrib.grammars.llguidance_matcher import llguidance_reader
 from specjax.contrib.serve.app import make_app
 from specjax.contrib.serve.codec import Codec, GilFreeTokenizer, tokenizer_info
@@ -37,28 +36,23 @@ _CUTOFFS = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
 _PENALTIES = {"repetition_penalty": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0}
 
 
-def read_service(
-    options: argparse.Namespace, config: SpeculativeConfig, pair: ModelPair, terminal: Any
-) -> Callable[[], None]:
+def read_service(pair: ModelPair, terminal: Any) -> Callable[[], None]:
     """Returns a function that serves a pair; the address is taken before the weights are read."""
-    if options.use_fp64_gumbel:
+    if pair.options.use_fp64_gumbel:
         # For the engine's thread, too, which the command's own context does not reach.
         jax.config.update("jax_enable_x64", True)
-    bound = bind(options.host, options.port)
-    service = make_service(options, config, pair)
+    bound = bind(pair.options.host, pair.options.port)
+    service = make_service(pair)
     return lambda: serve(service, bound, terminal)
 
 
-def make_service(
-    options: argparse.Namespace, config: SpeculativeConfig, pair: ModelPair
-) -> Service:
+def make_service(pair: ModelPair) -> Service:
     """Returns the service of a pair; it reads the weights, and compiles.
 
     Args:
-      options: of `specjax serve`.
-      config: how tokens are drafted and verified.
-      pair: of models.
+      pair: of models, with the options of `specjax serve`.
     """
+    pair, options = with_trained_k(pair), pair.options
     target_config, tokenizer = pair.target_config, GilFreeTokenizer(pair.tokenizer)
     eos_token_ids = tuple(target_config.eos_token_ids)
     codec = Codec(
@@ -85,11 +79,9 @@ def make_service(
     )
     sampling = _CUTOFFS | ({} if options.no_penalties else _PENALTIES)
     service = Service(
-        AsyncEngine(
-            _make_engine(options, with_trained_k(config, options, pair), pair, limits, sampling)
-        ),
+        AsyncEngine(_make_engine(pair, limits, sampling)),
         codec,
-        options.model_name or _name_of(options),
+        options.model_name or ("specjax" if options.target is None else model_name(pair.folder)),
         limits,
         sampling=tuple(sampling),
     )
@@ -109,18 +101,8 @@ def _render(folder: str | os.PathLike[str], messages: Sequence[Message]) -> str:
         raise ValueError(str(error).replace(str(pathlib.Path(folder)), "the model")) from None
 
 
-def _name_of(options: argparse.Namespace) -> str:
-    return "specjax" if options.target is None else pathlib.Path(options.target).resolve().name
-
-
-def _make_engine(
-    options: argparse.Namespace,
-    config: SpeculativeConfig,
-    pair: ModelPair,
-    limits: Limits,
-    sampling: dict[str, float],
-) -> Engine:
-    target, drafter = load_pair(pair)
+def _make_engine(pair: ModelPair, limits: Limits, sampling: dict[str, float]) -> Engine:
+    options, (target, drafter) = pair.options, load_pair(pair)
     loop_options = LoopOptions(
         max_length=limits.max_length,
         num_logprobs=limits.max_logprobs,
@@ -133,7 +115,7 @@ def _make_engine(
         num_slots=options.num_slots,
         options=loop_options,
         sampling=SamplingParams(**sampling),
-        config=config,
+        config=pair.config,
         tokenizer=pair.tokenizer,
         max_waiting=options.max_waiting,
         takes_matchers=not options.no_schemas,

@@ -3,14 +3,13 @@
 import argparse
 import importlib.util
 import math
-from typing import Any
+from collections.abc import Mapping
 
-from specjax.cli.option_table import Option, add_options, check_limits, flag
-from specjax.cli.processes import MESH_OPTIONS, check_mesh_options
-from specjax.cli.speculation_arguments import SPECULATION_OPTIONS, make_config
-from specjax.config import SpeculativeConfig
+from specjax.cli.option_table import Command, Option, flag
+from specjax.cli.processes import MESH_OPTIONS
+from specjax.cli.speculation_arguments import SPECULATION_OPTIONS
 
-__all__ = ["add_serve", "parse_serve_options"]
+__all__ = ["check_serve_options", "serve_command"]
 
 _PACKAGES = ("starlette", "uvicorn")
 _SERVER_OPTIONS = {
@@ -50,39 +49,27 @@ _ENGINE_OPTIONS = {
 }
 
 
-def add_serve(commands: Any, pair_options: dict[str, Option]) -> None:
-    """Adds `serve` to the parser's commands.
+def serve_command(pair_options: Mapping[str, Option]) -> Command:
+    """Returns `specjax serve`.
 
     Args:
-      commands: of argparse.
       pair_options: that name the target and the draft.
     """
-    serve = commands.add_parser(
-        "serve",
-        help="serve a pair in OpenAI's protocol",
-        description="Serves /v1/completions and /v1/chat/completions, by whose protocol OpenAI's "
-        "clients and lm-eval speak. SIGTERM ends the server when what runs has ended.",
-        allow_abbrev=False,
+    return Command(
+        "serve a pair in OpenAI's protocol",
+        "Serves /v1/completions and /v1/chat/completions, by whose protocol OpenAI's clients and "
+        "lm-eval speak. SIGTERM ends the server when what runs has ended.",
+        {
+            "server": _SERVER_OPTIONS,
+            "models": {**pair_options, **MESH_OPTIONS},
+            "engine": _ENGINE_OPTIONS,
+            "speculation": SPECULATION_OPTIONS,
+        },
     )
-    # What the code that it shares with `generate` asks for.
-    serve.set_defaults(logprobs=None, process=None, coordinator=None, quiet=False, input=None)
-    add_options(serve.add_argument_group("server"), _SERVER_OPTIONS)
-    named = {name: option for name, option in pair_options.items() if name != "chat"}
-    add_options(serve.add_argument_group("models"), named | MESH_OPTIONS)
-    add_options(serve.add_argument_group("engine"), _ENGINE_OPTIONS)
-    add_options(serve.add_argument_group("speculation"), SPECULATION_OPTIONS)
 
 
-def parse_serve_options(
-    options: argparse.Namespace,
-) -> tuple[argparse.Namespace, SpeculativeConfig]:
-    """Returns checked options, and the config that they describe.
-
-    Raises:
-      ValueError: for a wrong option, and without the packages of the extra `serve`.
-    """
-    check_limits(options, _SERVER_OPTIONS | _ENGINE_OPTIONS)
-    check_mesh_options(options)
+def check_serve_options(options: argparse.Namespace) -> None:
+    """Refuses to serve without the packages of the extra `serve`, or of what options ask for."""
     missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
         raise ValueError(f"{' and '.join(missing)} is missing; pip install 'specjax[serve]'.")
@@ -91,4 +78,3 @@ def parse_serve_options(
             "llguidance is missing, which reads JSON schemas; pip install 'specjax[grammar]', or "
             "give --no-schemas."
         )
-    return options, make_config(options)

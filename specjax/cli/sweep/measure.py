@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specjax.cli.model_pair import ModelPair
 from specjax.cli.sweep.choice import Acceptance
 from specjax.config import SpeculativeConfig
 from specjax.decode.drafters import Drafter, Models
@@ -51,20 +52,21 @@ class Workload(NamedTuple):
     """A pair, the prompts, and the sizes of the measurement.
 
     Attributes:
-      name: of the pair, for display.
+      pair: of models, with the options of `specjax sweep`.
       target: the model whose distribution the output follows.
       drafter: proposes tokens.
       prompts: tokens of each prompt, none empty.
-      eos_token_ids: tokens that end a text.
-      options: of `specjax sweep`.
     """
 
-    name: str
+    pair: ModelPair
     target: Model
     drafter: Drafter
     prompts: list[list[int]]
-    eos_token_ids: tuple[int, ...]
-    options: argparse.Namespace
+
+    @property
+    def options(self) -> argparse.Namespace:
+        """Options of the command."""
+        return self.pair.options
 
     def key(self, number: int) -> jax.Array:
         """Returns the key of a prompt or a round."""
@@ -99,7 +101,7 @@ def measure_acceptance(workload: Workload, K: int, on_stage: Callable[[str], Non
             keys=workload.key(number)[None],
             max_new_tokens=options.max_new_tokens + K + 1,
             temperature=np.float32(options.temperature),
-            eos_token_ids=np.array(workload.eos_token_ids, np.int32),
+            eos_token_ids=np.array(workload.pair.target_config.eos_token_ids, np.int32),
             config=config,
         )
         num_accepted.append([])

@@ -1,6 +1,5 @@
 """Runs `specjax sweep`: loads a pair, measures it, reports the best K."""
 
-import argparse
 import datetime
 import json
 import pathlib
@@ -27,21 +26,18 @@ from specjax.version import __version__
 __all__ = ["read_workload", "run_sweep"]
 
 
-def read_workload(
-    options: argparse.Namespace, pair: ModelPair, texts: list[str], terminal: Any
-) -> Workload:
+def read_workload(pair: ModelPair, texts: list[str], terminal: Any) -> Workload:
     """Reads prompts and models into a `Workload`.
 
     Args:
-      options: from `parse_options`.
-      pair: that they name.
+      pair: of models, with the options.
       texts: the prompts.
       terminal: of the command.
 
     Raises:
       ValueError: if a prompt, a folder or a length is wrong; before weights are read.
     """
-    max_drafts = options.max_speculative_tokens
+    options, max_drafts = pair.options, pair.options.max_speculative_tokens
     max_length = pair.target_config.max_position_embeddings
     num_new_tokens = buffer_tokens(options.steps, options.max_speculative_tokens)
     if options.context + num_new_tokens > max_length:
@@ -61,8 +57,7 @@ def read_workload(
     terminal.print_warning(next((warning for _, warning in encoded if warning), None))
     target, drafter = load_pair(pair)
     assert drafter is not None  # The options refuse a sweep without drafts.
-    prompts, eos_token_ids = [ids for ids, _ in encoded], pair.target_config.eos_token_ids
-    return Workload(pair.name, target, drafter, prompts, eos_token_ids, options)
+    return Workload(pair, target, drafter, [ids for ids, _ in encoded])
 
 
 def run_sweep(workload: Workload, terminal: Any, argv: list[str] | None) -> None:
@@ -79,7 +74,7 @@ def run_sweep(workload: Workload, terminal: Any, argv: list[str] | None) -> None
         written.
     """
     options, max_drafts = workload.options, workload.options.max_speculative_tokens
-    report = _provenance(workload.name, sys.argv[1:] if argv is None else argv)
+    report = _provenance(workload.pair.name, sys.argv[1:] if argv is None else argv)
     # Rounds of each K and of adaptive K, the first of which compile; prompts at up to two Ks.
     num_stages = (options.rounds + 1) * 2 * (max_drafts + 1) + 2 * len(workload.prompts)
     with terminal.progress_bar(num_stages) as on_stage:
@@ -102,7 +97,7 @@ def run_sweep(workload: Workload, terminal: Any, argv: list[str] | None) -> None
     if options.json:
         print(json.dumps(report), flush=True)
     else:
-        heading = f"{workload.name} · {conditions(report)}"
+        heading = f"{workload.pair.name} · {conditions(report)}"
         terminal.print_tables(heading, report_tables(report), conclusion(report))
     # Written last: an error here does not lose the measurement.
     if options.out is not None:

@@ -58,30 +58,23 @@ def make_app(service: Service, *, api_key: str | None = None) -> ASGIApp:
         executor.shutdown()
         schema_executor.shutdown()
 
-    text_routes: dict[str, tuple[Callable[[Any, Limits], Parameters], type[Reply]]] = {
-        "/v1/completions": (read_completion, CompletionReply),
-        "/v1/chat/completions": (read_chat, ChatReply),
-    }
+    def post(path: str, answer: Callable[..., Any], *arguments: Any) -> Route:
+        return Route(path, functools.partial(answer, *arguments), methods=["POST"])
+
     app = Starlette(
         routes=[
-            *(
-                Route(path, functools.partial(routes.text, read, kind), methods=["POST"])
-                for path, (read, kind) in text_routes.items()
-            ),
+            post("/v1/completions", routes.text, read_completion, CompletionReply),
+            post("/v1/chat/completions", routes.text, read_chat, ChatReply),
             Route("/v1/models", routes.models),
             Route("/v1/models/{name:path}", routes.model),
             Route("/v1/responses", routes.responses, methods=["GET", "POST"]),
             Route("/health", routes.health),
             Route("/metrics", routes.metrics),
-            Route("/tokenize", routes.tokenize, methods=["POST"]),
-            Route("/detokenize", routes.detokenize, methods=["POST"]),
+            post("/tokenize", routes.call, routes.tokenize),
+            post("/detokenize", routes.call, routes.detokenize),
             Route("/tokenizer_info", routes.tokenizer_info),
         ],
-        exception_handlers={
-            ApiError: _api_error,
-            HTTPException: _http_error,
-            Exception: _server_error,
-        },
+        exception_handlers=dict.fromkeys((ApiError, HTTPException, Exception), _answer_error),
         lifespan=lifespan,
     )
     return app if api_key is None else _KeyCheck(app, api_key)
@@ -125,20 +118,14 @@ class _Routes:
             raise ApiError(f"the body has {size} bytes; it takes at most {most}.", status=413)
         return bytes(body)
 
-    async def _call(self, request: Request, answer: Callable[[Any], Any]) -> Response:
-        """Returns what a function makes of a body, in a thread."""
+    async def call(self, answer: Callable[[Any], Any], request: Request) -> Response:
+        """Answers by what a function makes of a body, in a thread."""
         body = await self._body(request)
-
-        def run() -> Any:
-            return answer(fields.parse_json(body))
-
         loop = asyncio.get_running_loop()
-        return json_response(await loop.run_in_executor(self._executor, run))
+        value = loop.run_in_executor(self._executor, lambda: answer(fields.parse_json(body)))
+        return json_response(await value)
 
-    async def tokenize(self, request: Request) -> Response:
-        return await self._call(request, self._tokenize)
-
-    def _tokenize(self, body: Any) -> dict[str, Any]:
+    def tokenize(self, body: Any) -> dict[str, Any]:
         given = fields.read_fields(
             body,
             {
@@ -146,6 +133,10 @@ class _Routes:
                 "prompt": fields.text,
                 "messages": lambda name, value: read_messages(name, value, self._limits),
                 "add_special_tokens": fields.flag,
+                "return_token_strs": fields.flag,
+                # What the chat template does anyhow.
+                "add_generation_prompt": fields.constant(True),
+                "continue_final_message": fields.constant(False),
             },
         )
         if ("prompt" in given) == ("messages" in given):
@@ -155,13 +146,16 @@ class _Routes:
             ids = codec.encode_chat(given["messages"], most)
         else:
             is_whole = not given.get("add_special_tokens", True)
-            ids = codec.encode_text(given["prompt"], is_whole, most) if given["prompt"] else []
-        return {"tokens": ids, "count": len(ids), "max_model_len": most}
+            ids = codec.encode_text(given["prompt"], is_whole, most)
+        names = map(codec.tokenizer.id_to_token, ids) if given.get("return_token_strs") else None
+        return {
+            "tokens": ids,
+            "token_strs": None if names is None else list(names),
+            "count": len(ids),
+            "max_model_len": most,
+        }
 
-    async def detokenize(self, request: Request) -> Response:
-        return await self._call(request, self._detokenize)
-
-    def _detokenize(self, body: Any) -> dict[str, Any]:
+    def detokenize(self, body: Any) -> dict[str, Any]:
         readers = {"model": fields.text, "tokens": lambda _, value: value}
         tokens = fields.read_fields(body, readers).get("tokens")
         size = self._limits.vocab_size
@@ -238,16 +232,10 @@ class _KeyCheck:
         return scope["path"] == "/health" or hmac.compare_digest(header, self._header)
 
 
-async def _api_error(_: Request, error: Exception) -> Response:
-    assert isinstance(error, ApiError)
+async def _answer_error(request: Request, error: Exception) -> Response:
+    if isinstance(error, HTTPException):
+        message = f"{request.method} {request.url.path} is not what this server answers."
+        error = ApiError(message, status=error.status_code)
+    elif not isinstance(error, ApiError):
+        error = ApiError(f"{type(error).__name__} in the server.", status=500)
     return error_response(error)
-
-
-async def _http_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    message = f"{request.method} {request.url.path} is not what this server answers."
-    return error_response(ApiError(message, status=error.status_code))
-
-
-async def _server_error(_: Request, error: Exception) -> Response:
-    return error_response(ApiError(f"{type(error).__name__} in the server.", status=500))

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from specjax.contrib.serve.errors import ApiError
-from specjax.contrib.serve.parameters import Message, Prompt
+from specjax.contrib.serve.parameters import Message
 from specjax.file_io import JsonObject, read_file
 
 __all__ = ["Codec", "GilFreeTokenizer", "tokenizer_info"]
@@ -53,14 +53,6 @@ class Codec(NamedTuple):
     eos_token_ids: tuple[int, ...]
     info: JsonObject
 
-    def encode_prompt(self, prompt: Prompt, max_length: int) -> list[int]:
-        """Returns the ids of a prompt.
-
-        Raises:
-          ApiError: for a text that the tokenizer cannot read, or that is too long.
-        """
-        return prompt if isinstance(prompt, list) else self.encode_text(prompt, False, max_length)
-
     def encode_chat(self, messages: Sequence[Message], max_length: int) -> list[int]:
         """Returns the ids of a conversation.
 
@@ -77,7 +69,7 @@ class Codec(NamedTuple):
         """Returns the ids of a text; its special tokens are in it already if it is rendered.
 
         Raises:
-          ApiError: as `encode_prompt` does.
+          ApiError: for a text that the tokenizer cannot read, or that is too long.
         """
         param = "messages" if is_rendered else "prompt"
         # Of more characters no tokenizer here makes so few tokens; encoding them would take long.
@@ -89,14 +81,9 @@ class Codec(NamedTuple):
                 code="context_length_exceeded",
             )
         try:
-            ids = self.encode(text, is_rendered)
+            return self.encode(text, is_rendered)
         except ValueError as error:
             raise ApiError(str(error), param) from None
-        if not ids:
-            raise ApiError(
-                "the prompt has no tokens: it gives the model nothing to continue.", param
-            )
-        return ids
 
 
 def tokenizer_info(

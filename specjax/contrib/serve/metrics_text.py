@@ -7,15 +7,15 @@ from specjax.engine.async_engine import AsyncEngine
 __all__ = ["metrics_text"]
 
 
-def metrics_text(engine: AsyncEngine) -> str:
+def metrics_text(server: AsyncEngine) -> str:
     """Returns counts and states of an engine.
 
     Tokens, and drafts by their position, are those of requests that have ended.
 
     Args:
-      engine: the engine.
+      server: steps the engine.
     """
-    totals = engine.totals
+    engine, totals = server.engine, server.totals
     by_reason = ((f'{{reason="{name}"}}', n) for name, n in sorted(totals.num_requests.items()))
     lines = [
         *_metric("requests", "counter", "Requests that ended.", by_reason),

@@ -9,8 +9,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
 from specjax.contrib.serve.codec import Codec
 from specjax.contrib.serve.errors import ApiError
@@ -23,6 +21,7 @@ from specjax.decode.matchers import Matcher
 from specjax.engine.async_engine import AsyncEngine
 from specjax.engine.request import FinishReason, StreamChunk, openai_finish_reason
 from specjax.engine.request_stream import RequestStream
+from specjax.engine.submission import key_of_seed
 from specjax.engine.usage import Usage
 from specjax.processing.sampling_params import SamplingParams
 
@@ -62,7 +61,7 @@ class Choice:
     @property
     def usage(self) -> Usage:
         """The counts of the text; those of an echo alone leave out the token behind it."""
-        usage = self.stream.usage
+        usage = self.stream.request.usage
         return Usage(usage.prompt_tokens, 0) if self._is_echo_alone else usage
 
     def whole(self) -> Part:
@@ -162,20 +161,19 @@ class Service:
         prompts = self._encode(parameters)
         arguments = self._arguments(parameters)
         new_matcher = self._read_schema(parameters.schema)
-        streams: list[RequestStream] = []
+        choices: list[Choice] = []
         try:
-            for ids in prompts:
-                streams += self._submit_prompt(ids, parameters, arguments, new_matcher)
+            for i, ids in enumerate(prompts):
+                echoed = self._echo(parameters, i, ids)
+                # The first text of a body before the second of an earlier one.
+                arguments["priority"] = len(choices)
+                for stream in self._submit_prompt(ids, parameters, arguments, new_matcher):
+                    choices.append(Choice(len(choices), stream, parameters, self.texts, echoed))
         except BaseException as error:
-            for stream in streams:
-                stream.close()
+            for choice in choices:
+                choice.stream.close()
             raise _refusal(error) from error
-        owners = [i for i in range(len(prompts)) for _ in range(parameters.num_samples)]
-        echoed = [self._echo(parameters, i, prompts[i]) for i in range(len(prompts))]
-        return [
-            Choice(index, stream, parameters, self.texts, echoed[owner])
-            for index, (stream, owner) in enumerate(zip(streams, owners, strict=True))
-        ]
+        return choices
 
     def _encode(self, parameters: Parameters) -> list[list[int]]:
         """Returns the ids of each prompt, which leave room for what they may get."""
@@ -183,14 +181,24 @@ class Service:
         if parameters.messages:
             prompts = [self.codec.encode_chat(parameters.messages, most)]
         else:
-            prompts = [self.codec.encode_prompt(prompt, most) for prompt in parameters.prompts]
+            prompts = [
+                one if isinstance(one, list) else self.codec.encode_text(one, False, most)
+                for one in parameters.prompts
+            ]
+        param, num_new = (
+            "messages" if parameters.messages else "prompt",
+            parameters.max_new_tokens or 1,
+        )
         for ids in prompts:
-            num_new = parameters.max_new_tokens or 1
+            if not ids:
+                raise ApiError(
+                    "the prompt has no tokens: it gives the model nothing to continue.", param
+                )
             if len(ids) + num_new > most:
                 raise ApiError(
                     f"the prompt has {len(ids)} tokens and may get {num_new} new ones; this server "
                     f"takes at most {most} together.",
-                    "messages" if parameters.messages else "prompt",
+                    param,
                     code="context_length_exceeded",
                 )
         return prompts
@@ -242,18 +250,16 @@ class Service:
     ) -> list[RequestStream]:
         """Returns a stream of each sample: sample i has the key folded with i, if n > 1."""
         seed = secrets.randbits(63) if parameters.seed is None else parameters.seed
-        num_samples = parameters.num_samples
-        if new_matcher is None:
-            if num_samples == 1:
-                return [self.engine.submit(ids, seed=seed, **arguments)]
-            return self.engine.submit_samples(num_samples, ids, seed=seed, **arguments)
-        # A matcher reads one text.
-        key = _key_of_seed(seed)
+        key, num_samples = key_of_seed(seed), parameters.num_samples
+        if new_matcher is None and num_samples > 1:
+            return self.engine.submit_samples(num_samples, ids, key=key, **arguments)
         keys = (
-            [key] if num_samples == 1 else [jax.random.fold_in(key, i) for i in range(num_samples)]
+            [jax.random.fold_in(key, i) for i in range(num_samples)] if num_samples > 1 else [key]
         )
+        # A matcher reads one text.
         return [
-            self.engine.submit(ids, key=key, matcher=new_matcher(), **arguments) for key in keys
+            self.engine.submit(ids, key=key, matcher=new_matcher and new_matcher(), **arguments)
+            for key in keys
         ]
 
     def _echo(self, parameters: Parameters, index: int, ids: list[int]) -> str | None:
@@ -261,12 +267,6 @@ class Service:
             return None
         prompt = parameters.prompts[index]
         return prompt if isinstance(prompt, str) else self.codec.tokenizer.decode(ids)
-
-
-def _key_of_seed(seed: int) -> jax.Array:
-    """Returns the key that the engine makes of a seed, of its 64 bits."""
-    words = np.array([seed >> 32 & 0xFFFFFFFF, seed & 0xFFFFFFFF], np.uint32)
-    return jax.random.wrap_key_data(jnp.asarray(words), impl="threefry2x32")
 
 
 def _refusal(error: BaseException) -> BaseException:

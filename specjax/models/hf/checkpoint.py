@@ -225,6 +225,7 @@ def load_shapes(
     dtype: DTypeLike | None = None,
     *,
     implementation: str | Implementation | None = None,
+    row_invariant: bool = False,
 ) -> tuple[Model, TransformerConfig]:
     """Returns the model and configuration of `load`, with shapes for weights; reads no weight.
 
@@ -235,6 +236,7 @@ def load_shapes(
         shapes of config.json; only their headers are read.
       dtype: as in `load`.
       implementation: as in `load`.
+      row_invariant: as in `load`.
 
     Returns:
       The model, whose parameters are `jax.ShapeDtypeStruct`, and its configuration.
@@ -253,7 +255,8 @@ def load_shapes(
     if has_weights(folder):
         # Before tracing: config.json may name more than the folder holds.
         MappedTensors(folder).views(weight_entries(config))
-    return build(config, param_shapes(config), implementation=implementation), config
+    options: Any = {"implementation": implementation, "row_invariant": row_invariant}
+    return build(config, param_shapes(config), **options), config
 
 
 def save(

@@ -57,8 +57,8 @@ def make_service(folder):
     from specjax.cli.serve import run_serve
 
     def make(*arguments):
-        options, config = parse_options(["serve", "--target", str(folder), *arguments])
-        return run_serve.make_service(options, config, read_pair(options))
+        options = parse_options(["serve", "--target", str(folder), *arguments])
+        return run_serve.make_service(read_pair(*options))
 
     return make
 

@@ -56,7 +56,7 @@ def test_chunks_of_a_slow_client_merge_and_lose_nothing(served):
 
 @pytest.mark.parametrize("delay", [0, 1e-4, 1e-3, 0.01, 0.05])
 def test_a_client_that_goes_at_any_moment_leaves_no_request(served, delay):
-    engine = served.service.engine
+    engine = served.service.engine.engine
 
     async def go():
         async def receive():

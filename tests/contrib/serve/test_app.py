@@ -13,6 +13,7 @@ import pytest
 
 import specjax
 from specjax import models
+from specjax.contrib.serve.parameters import read_completion
 
 pytestmark = [pytest.mark.lenient, pytest.mark.once]
 
@@ -247,6 +248,10 @@ def test_refusals_are_errors_of_the_client_with_the_name_of_the_field(served):
     with pytest.raises(openai.BadRequestError, match="at most 128") as error:
         complete(served, prompt=[1] * 120, max_tokens=20)
     assert error.value.code == "context_length_exceeded"
+    for prompt in ("", [""], [[]], [[1], []]):
+        with pytest.raises(openai.BadRequestError, match="no tokens") as error:
+            complete(served, prompt=prompt)
+        assert error.value.param == "prompt"
     with pytest.raises(openai.BadRequestError, match="at most 32"):  # --max-waiting
         complete(served, prompt=["a"] * 33)
     with pytest.raises(openai.BadRequestError, match=r"the model/chat_template\.jinja cannot"):
@@ -266,7 +271,25 @@ def test_a_full_queue_is_429_with_a_time_and_takes_none_of_the_request(served):
     assert waiting.result().finish_reason == "length"
     assert error.value.response.headers["retry-after"] == "1"
     assert "x-should-retry" not in error.value.response.headers
-    until(lambda: engine.num_running + engine.num_waiting == 0)
+    until(lambda: engine.engine.num_running + engine.engine.num_waiting == 0)
+
+
+def test_two_bodies_of_many_prompts_let_another_client_in_and_get_the_same_texts(served):
+    service, engine = served.service, served.service.engine
+
+    def submit(num_prompts, **body):
+        prompts = [[i + 1] for i in range(num_prompts)]
+        body |= {"prompt": prompts, "seed": 1, "max_tokens": 3}
+        return service.submit(read_completion(body, service.limits))
+
+    with engine.engine._scheduler._step_lock:
+        bodies = [submit(10), submit(10)]
+        other = submit(1, n=2)
+        order = engine.engine._scheduler.queue.waiting()
+    # After three prompts of the first body and two of the second.
+    assert order.index(other[0].stream.request) == 5
+    first, second = ([one.stream.result().token_ids for one in body] for body in bodies)
+    assert first == second
 
 
 def test_a_request_that_takes_too_long_is_an_error_within_a_stream_too(served, monkeypatch):
@@ -289,11 +312,17 @@ def test_the_tokenizer_is_served_as_lm_eval_asks_for_it(served):
     info = served.http.get("/tokenizer_info").json()
     assert info["eos_token"] == served.service.texts.text_of(0)
     assert "messages" in info["chat_template"]
-    ids = encode(served, PROMPT)
+    asked = {"prompt": PROMPT, "add_special_tokens": True, "return_token_strs": True}
+    answer = served.http.post("/tokenize", json=asked).json()
+    ids, names = answer["tokens"], answer["token_strs"]
+    assert [served.service.codec.tokenizer.token_to_id(name) for name in names] == ids
     assert served.http.post("/detokenize", json={"tokens": ids}).json()["prompt"] == PROMPT
-    messages = {"messages": [{"role": "user", "content": "hi"}]}
-    count = served.http.post("/tokenize", json=messages).json()["count"]
-    assert count == chat(served, max_tokens=1).usage.prompt_tokens
+    messages = {"messages": [{"role": "user", "content": "hi"}], "add_generation_prompt": True}
+    answer = served.http.post("/tokenize", json=messages).json()
+    assert (answer["count"], answer["token_strs"]) == (len(answer["tokens"]), None)
+    assert answer["count"] == chat(served, max_tokens=1).usage.prompt_tokens
+    refused = served.http.post("/tokenize", json=messages | {"add_generation_prompt": False})
+    assert refused.json()["error"]["param"] == "add_generation_prompt"
 
 
 def test_metrics_count_what_prometheus_reads(served):
@@ -330,7 +359,8 @@ def test_200_kinds_of_hostile_bodies_give_no_500_and_leave_the_server_as_it_was(
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
         statuses = list(pool.map(post, bodies))
     assert {200, 400, 413} <= set(statuses) <= {200, 400, 404, 413, 429}
-    until(lambda: served.service.engine.num_running + served.service.engine.num_waiting == 0)
+    engine = served.service.engine.engine
+    until(lambda: engine.num_running + engine.num_waiting == 0)
     assert complete(served, prompt="a", max_tokens=1).usage.completion_tokens == 1
 
 
@@ -346,8 +376,8 @@ def open_stream(served, **body):
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_goes_leaves_no_slot_taken(served, stream):
-    engine = served.service.engine
-    before = engine.totals.num_requests.get("aborted", 0)
+    server, engine = served.service.engine, served.service.engine.engine
+    before = server.totals.num_requests.get("aborted", 0)
     clients = [
         open_stream(served, prompt="a", max_tokens=120, n=2, stream=stream) for _ in range(5)
     ]
@@ -355,7 +385,7 @@ def test_a_client_that_goes_leaves_no_slot_taken(served, stream):
     for client in clients:
         client.close()
     until(lambda: engine.num_running + engine.num_waiting == 0)
-    until(lambda: engine.totals.num_requests.get("aborted", 0) > before)
+    until(lambda: server.totals.num_requests.get("aborted", 0) > before)
 
 
 def test_a_key_is_asked_for(served):

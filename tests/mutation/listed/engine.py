@@ -8,7 +8,6 @@ from .tests import (
     json_schemas,
     pieces,
     queues,
-    soaks,
     stop_strings,
     text_streams,
 )
@@ -23,6 +22,7 @@ _ROOM = "test_slots_have_the_room_of_all_devices_that_the_target_is_on"
 _SAMPLES = "test_samples_of_a_prompt_are_those_of_its_keys_and_read_it_once"
 _TOGETHER = "test_prompts_that_are_read_together_give_what_each_gives_alone"
 _GROWN = "test_prompts_are_read_into_caches_that_grow_and_give_the_same_without_compiling"
+_TURNS = "test_the_first_prompt_of_a_body_goes_before_the_later_ones_of_earlier_bodies"
 _SERVED = "test_first_come_first_served_and_a_slot_is_empty_for_at_most_a_step"
 _LONG = "test_a_long_prompt_is_read_between_the_steps_of_others"
 _INTERRUPTED = "test_an_interrupted_step_is_read_before_the_next_masks"
@@ -81,10 +81,17 @@ MUTATIONS = (
     ),
     Mutation(
         "specjax.engine.queue.WaitingQueue.put",
-        "self._entries.append(entry)",
-        "self._entries.appendleft(entry)",
-        soaks("test_a_soak_finds_nothing_wrong"),
-        "last come, first served",
+        "entry.turn += self._last_turn",
+        "entry.turn = self._last_turn",
+        queues(_TURNS),
+        "all prompts of a body go before the first of another",
+    ),
+    Mutation(
+        "specjax.engine.queue.WaitingQueue.first",
+        "entry.turn = 0",
+        "pass",
+        queues(_TURNS),
+        "a prompt that is being read is overtaken",
     ),
     Mutation(
         "specjax.engine.scheduler.Scheduler._fill_slots",

@@ -76,7 +76,7 @@ MUTATIONS = (
         "a request goes on that nobody can read",
     ),
     Mutation(
-        f"{_ENGINE}submission._check_key",
+        f"{_ENGINE}submission.key_of_seed",
         "number >> 32",
         "0",
         submissions("test_all_64_bits_of_a_seed_are_in_its_key"),
