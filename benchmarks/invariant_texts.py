@@ -1,11 +1,13 @@
 """Counts the texts that are others in other company, with `row_invariant` and without it.
 
 python -m benchmarks.invariant_texts --out benchmarks/results/cpu_invariant_texts.json
+python -m benchmarks.invariant_texts --target SmolLM2-135M-Instruct --texts 8 --new-tokens 32
 
-The embedded target decodes each text alone, without drafts, at temperatures 0, 0.7 and 1. Each case
-decodes the same texts otherwise: in batches, by drafts of each kind with the rule "coupled", from
-prompts in other chunks, by an engine that preempts. Equal are texts of the same tokens, and of the
-same bits of log-probabilities. Runs on a CPU and on a GPU.
+The target, embedded or of a folder, decodes each text alone, without drafts, at temperatures 0, 0.7
+and 1. Each case decodes the same texts otherwise: in batches, by drafts with the rule "coupled" (of
+prompt lookup, and of the embedded target's own drafters), from prompts in other chunks, by an
+engine that preempts. Equal are texts of the same tokens, and of the same bits of log-probabilities.
+Runs on a CPU and on a GPU.
 """
 
 import argparse
@@ -43,10 +45,14 @@ Texts = list[tuple[np.ndarray, np.ndarray]]
 class Bench:
     """The target, its drafters, and the texts' prompts, keys and temperatures."""
 
-    def __init__(self, dtype: str, size: Load, row_invariant: bool) -> None:
+    def __init__(self, folder: pathlib.Path, dtype: str, size: Load, row_invariant: bool) -> None:
         self.size = size
-        folder = pretrained_folder("target")
         self.target, _ = load(folder, dtype, row_invariant=row_invariant)
+        # Name: K, and the drafter.
+        self.drafters = {"prompt lookup": (3, specjax.ngram_drafter())}
+        if folder == pretrained_folder("target"):
+            for name, k, part in (("draft model", 1, "draft"), ("EAGLE-3", 5, "eagle3")):
+                self.drafters[name] = k, load_drafter(pretrained_folder(part), self.target)
         tokenizer = load_tokenizer(folder)
         room = size.max_length - size.new_tokens
         prompts = [tokenizer.encode(text).ids for text in TEXTS]
@@ -106,18 +112,13 @@ class Bench:
 
 def cases(bench: Bench) -> Iterator[tuple[str, Callable[[], Texts]]]:
     """Names of the cases, and functions that decode the texts so."""
-    size, target = bench.size.num_texts, bench.target
+    size = bench.size.num_texts
     yield "all at once", lambda: bench.decode(size)
     yield "seven at once, chunks of 16", lambda: bench.decode(7, chunk=16)
     yield "all at once, chunks of 1024", lambda: bench.decode(size, chunk=1024)
-    drafters = {
-        "prompt lookup": specjax.ngram_drafter(),
-        "draft model": load_drafter(pretrained_folder("draft"), target),
-        "EAGLE-3": load_drafter(pretrained_folder("eagle3"), target),
-    }
-    for k, (name, drafter) in zip((3, 1, 5), drafters.items(), strict=True):
+    for name, (k, drafter) in bench.drafters.items():
         yield f"{name}, K = {k}", lambda k=k, drafter=drafter: bench.decode(size, drafter, k)
-    lookup = drafters["prompt lookup"]
+    _, lookup = bench.drafters["prompt lookup"]
     yield "alone, prompt lookup, K = 7", lambda: bench.decode(1, lookup, 7)
     yield "engine of 5 slots, preempted", lambda: bench.serve(5, lookup, 3)
 
@@ -133,6 +134,8 @@ def count(found: Texts, wanted: Texts) -> dict[str, int]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=pathlib.Path, help="the JSON")
+    embedded = pretrained_folder("target")
+    parser.add_argument("--target", type=pathlib.Path, default=embedded, help="its folder")
     parser.add_argument("--texts", type=int, default=48)
     parser.add_argument("--new-tokens", type=int, default=128, help="of each text")
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"])
@@ -144,7 +147,7 @@ def main() -> None:
     for dtype in args.dtypes:
         for row_invariant in (True, False):
             start = time.perf_counter()
-            bench = Bench(dtype, size, row_invariant)
+            bench = Bench(args.target, dtype, size, row_invariant)
             wanted = bench.decode(1)
             seconds_alone = time.perf_counter() - start
             for name, decode in cases(bench):
