@@ -2,15 +2,18 @@
 
 python -m benchmarks.invariant_texts --out benchmarks/results/cpu_invariant_texts.json
 python -m benchmarks.invariant_texts --target SmolLM2-135M-Instruct --texts 8 --new-tokens 32
+python -m benchmarks.invariant_texts --layers 8 --dtypes bfloat16 --texts 64 --new-tokens 128
 
-The target, embedded or of a folder, decodes each text alone, without drafts, at temperatures 0, 0.7
-and 1. Each case decodes the same texts otherwise: in batches, by drafts with the rule "coupled" (of
-prompt lookup, and of the embedded target's own drafters), from prompts in other chunks, by an
-engine that preempts. Equal are texts of the same tokens, and of the same bits of log-probabilities.
-Runs on a CPU and on a GPU.
+The target decodes each text alone, without drafts, at temperatures 0, 0.7 and 1. It is embedded, of
+a folder, or of random layers of Llama 3.1 8B. Each case decodes the same texts otherwise: in
+batches, by drafts with the rule "coupled" (of prompt lookup, a draft model and an EAGLE-3 head),
+from prompts in other chunks, by an engine that preempts. The last case scores the whole texts.
+Equal are texts of the same tokens, and of the same bits of log-probabilities: of the distribution
+that was sampled, and of the model's at temperature 1. Runs on a CPU and on a GPU.
 """
 
 import argparse
+import dataclasses
 import pathlib
 import shlex
 import sys
@@ -22,8 +25,18 @@ import jax
 import numpy as np
 
 import specjax
+from benchmarks.gpu.decode import SMALL, TARGET
 from benchmarks.gpu.verify import environment, save
-from specjax.models import load, load_drafter, load_tokenizer, pretrained_folder
+from specjax.models import (
+    Eagle3Config,
+    build,
+    build_eagle3,
+    eagle3_drafter,
+    load,
+    load_drafter,
+    load_tokenizer,
+    pretrained_folder,
+)
 
 TEXTS = ("import numpy as np", "The model reads", "def main(", "In the year", "class Stack:\n")
 TEMPERATURES = (0.0, 0.7, 1.0)
@@ -38,26 +51,56 @@ class Load(NamedTuple):
 
 
 QUICK = Load(6, 8, 48)
-# Tokens and log-probabilities of each text.
-Texts = list[tuple[np.ndarray, np.ndarray]]
+# Tokens of each text, and both log-probabilities of each.
+Texts = list[tuple[np.ndarray, ...]]
+
+
+class Source(NamedTuple):
+    """A target, the drafters that are tried with it, each with its K, and tokens to begin with."""
+
+    target: specjax.Model
+    drafters: dict[str, tuple[int, specjax.Drafter]]
+    prompts: list[list[int]]
+
+
+def of_folder(folder: pathlib.Path, dtype: str, row_invariant: bool) -> Source:
+    """A trained target; the embedded one has a draft model and a head, too."""
+    target, _ = load(folder, dtype, row_invariant=row_invariant)
+    drafters = {}
+    if folder == pretrained_folder("target"):
+        for name, k, part in (("draft model", 1, "draft"), ("EAGLE-3", 5, "eagle3")):
+            drafters[name] = k, load_drafter(pretrained_folder(part), target)
+    tokenizer = load_tokenizer(folder)
+    return Source(target, drafters, [tokenizer.encode(text).ids for text in TEXTS])
+
+
+def of_shapes(num_layers: int, dtype: str, row_invariant: bool, quick: bool) -> Source:
+    """Layers of Llama 3.1 8B, and a draft model and a head of one layer, with random weights."""
+    config = dataclasses.replace(TARGET, **(SMALL if quick else {}), dtype=dtype)
+    layer = dataclasses.replace(config, num_hidden_layers=1)
+    config = dataclasses.replace(config, num_hidden_layers=num_layers)
+    target = build(config, row_invariant=row_invariant)
+    draft = build(layer, seed=1, row_invariant=row_invariant)
+    taps = (0, num_layers // 2, num_layers)
+    head = Eagle3Config(layer, config.hidden_size, config.vocab_size, taps)
+    drafters = {
+        "draft model": (1, specjax.model_drafter(draft)),
+        "EAGLE-3": (5, eagle3_drafter(target, head, build_eagle3(head, seed=2))),
+    }
+    draw = np.random.default_rng(3)
+    return Source(target, drafters, [draw.integers(0, 500, 5).tolist() for _ in TEXTS])
 
 
 class Bench:
-    """The target, its drafters, and the texts' prompts, keys and temperatures."""
+    """A source, and the texts' prompts, keys and temperatures."""
 
-    def __init__(self, folder: pathlib.Path, dtype: str, size: Load, row_invariant: bool) -> None:
-        self.size = size
-        self.target, _ = load(folder, dtype, row_invariant=row_invariant)
+    def __init__(self, source: Source, size: Load) -> None:
+        self.size, self.target = size, source.target
         # Name: K, and the drafter.
-        self.drafters = {"prompt lookup": (3, specjax.ngram_drafter())}
-        if folder == pretrained_folder("target"):
-            for name, k, part in (("draft model", 1, "draft"), ("EAGLE-3", 5, "eagle3")):
-                self.drafters[name] = k, load_drafter(pretrained_folder(part), self.target)
-        tokenizer = load_tokenizer(folder)
-        room = size.max_length - size.new_tokens
-        prompts = [tokenizer.encode(text).ids for text in TEXTS]
+        self.drafters = {"prompt lookup": (3, specjax.ngram_drafter())} | source.drafters
+        room, prompts = size.max_length - size.new_tokens, source.prompts
         self.prompts = [
-            (prompts[i % len(TEXTS)] * (1 + i % 12))[:room] for i in range(size.num_texts)
+            (prompts[i % len(prompts)] * (1 + i % 12))[:room] for i in range(size.num_texts)
         ]
         self.keys = jax.vmap(jax.random.key)(np.arange(size.num_texts))
         self.temperature = np.resize(np.float32(TEMPERATURES), size.num_texts)
@@ -66,9 +109,11 @@ class Bench:
         self, together: int, drafter: Any = None, k: int = 1, chunk: int | None = None
     ) -> Texts:
         """The texts, so many at a time, the last ones first."""
-        options = specjax.LoopOptions(max_length=self.size.max_length, prefill_chunk_size=chunk)
+        options = specjax.LoopOptions(
+            max_length=self.size.max_length, prefill_chunk_size=chunk, num_logprobs=0
+        )
         config = specjax.SpeculativeConfig(k, rejection_sample_method="coupled")
-        found: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        found: dict[int, tuple[np.ndarray, ...]] = {}
         for start in range(0, self.size.num_texts, together):
             group = np.arange(self.size.num_texts)[::-1][start : start + together]
             output = specjax.generate(
@@ -83,13 +128,13 @@ class Bench:
             )
             for row, b in enumerate(group):
                 begin, end = len(self.prompts[b]), int(output.lengths[row])
-                values = (output.token_ids, output.logprobs)
+                values = (output.token_ids, output.logprobs, output.top_logprobs.logprob)
                 found[int(b)] = tuple(np.asarray(x[row, begin:end]) for x in values)
         return [found[b] for b in range(self.size.num_texts)]
 
     def serve(self, num_slots: int, drafter: Any, k: int) -> Texts:
         """The texts by an engine in which each request loses its slot and its cache once."""
-        options = specjax.LoopOptions(max_length=self.size.max_length)
+        options = specjax.LoopOptions(max_length=self.size.max_length, num_logprobs=0)
         config = specjax.SpeculativeConfig(k, rejection_sample_method="coupled")
         engine = specjax.Engine(
             self.target, drafter, num_slots=num_slots, options=options, config=config
@@ -107,11 +152,27 @@ class Bench:
             for request in [each for each in untouched if len(each.token_ids) > 2]:
                 engine.preempt(request, drops_cache=True)
                 untouched.remove(request)
-        return [(np.array(each.token_ids), np.float32(each.logprobs)) for each in requests]
+        return [
+            (
+                np.array(each.token_ids),
+                np.float32(each.logprobs),
+                np.float32([top.logprob for top in each.top_logprobs]),
+            )
+            for each in requests
+        ]
+
+    def score(self, texts: Texts) -> Texts:
+        """The texts with the model's log-probabilities as a score of each whole text has them."""
+        whole = [[*prompt, *text[0]] for prompt, text in zip(self.prompts, texts, strict=True)]
+        scores = specjax.score(self.target, whole)
+        return [
+            (*text[:2], score.logprobs[len(prompt) :])
+            for prompt, text, score in zip(self.prompts, texts, scores, strict=True)
+        ]
 
 
-def cases(bench: Bench) -> Iterator[tuple[str, Callable[[], Texts]]]:
-    """Names of the cases, and functions that decode the texts so."""
+def cases(bench: Bench, wanted: Texts) -> Iterator[tuple[str, Callable[[], Texts]]]:
+    """Names of the cases, and functions that decode the texts so, or score those decoded alone."""
     size = bench.size.num_texts
     yield "all at once", lambda: bench.decode(size)
     yield "seven at once, chunks of 16", lambda: bench.decode(7, chunk=16)
@@ -121,6 +182,7 @@ def cases(bench: Bench) -> Iterator[tuple[str, Callable[[], Texts]]]:
     _, lookup = bench.drafters["prompt lookup"]
     yield "alone, prompt lookup, K = 7", lambda: bench.decode(1, lookup, 7)
     yield "engine of 5 slots, preempted", lambda: bench.serve(5, lookup, 3)
+    yield "scores of the whole texts", lambda: bench.score(wanted)
 
 
 def count(found: Texts, wanted: Texts) -> dict[str, int]:
@@ -136,6 +198,7 @@ def main() -> None:
     parser.add_argument("--out", type=pathlib.Path, help="the JSON")
     embedded = pretrained_folder("target")
     parser.add_argument("--target", type=pathlib.Path, default=embedded, help="its folder")
+    parser.add_argument("--layers", type=int, help="of an 8B model, instead of a folder")
     parser.add_argument("--texts", type=int, default=48)
     parser.add_argument("--new-tokens", type=int, default=128, help="of each text")
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"])
@@ -147,10 +210,14 @@ def main() -> None:
     for dtype in args.dtypes:
         for row_invariant in (True, False):
             start = time.perf_counter()
-            bench = Bench(args.target, dtype, size, row_invariant)
+            if args.layers:
+                source = of_shapes(args.layers, dtype, row_invariant, args.quick)
+            else:
+                source = of_folder(args.target, dtype, row_invariant)
+            bench = Bench(source, size)
             wanted = bench.decode(1)
             seconds_alone = time.perf_counter() - start
-            for name, decode in cases(bench):
+            for name, decode in cases(bench, wanted):
                 record = {"case": name, "dtype": dtype, "row_invariant": row_invariant}
                 record |= {"texts": size.num_texts, "new_tokens": size.new_tokens}
                 record |= count(decode(), wanted) | {"seconds_alone": seconds_alone}
