@@ -93,6 +93,7 @@ def test_outputs_have_the_probabilities_of_vllms_rule(page, form):
             temperature,
             seeds,
             np.zeros(len(many), np.int32),
+            K,
         )
     outputs = np.asarray(step.token_ids).reshape(COPIES, size, -1)
     for b, end in enumerate(ends):
