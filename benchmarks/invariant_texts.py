@@ -206,8 +206,8 @@ def main() -> None:
     args = parser.parse_args()
     command = shlex.join(["python", "-m", "benchmarks.invariant_texts", *sys.argv[1:]])
     size = QUICK if args.quick else Load(args.texts, args.new_tokens, 192 + args.new_tokens)
-    section: dict[str, Any] = {"environment": environment() | {"command": command}, "cases": []}
     for dtype in args.dtypes:
+        section: dict[str, Any] = {"environment": environment() | {"command": command}, "cases": []}
         for row_invariant in (True, False):
             start = time.perf_counter()
             if args.layers:
@@ -222,7 +222,7 @@ def main() -> None:
                 record |= {"texts": size.num_texts, "new_tokens": size.new_tokens}
                 record |= count(decode(), wanted) | {"seconds_alone": seconds_alone}
                 section["cases"].append(record)
-                save(None if args.quick else args.out, "texts", section)
+                save(None if args.quick else args.out, dtype, section)
                 print(
                     f"{dtype:9} {'on ' if row_invariant else 'off'} {name:30} of {size.num_texts} "
                     f"texts {record['other_tokens']} have other tokens, {record['other_bits']} "

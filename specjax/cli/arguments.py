@@ -129,22 +129,21 @@ _CHAT_OPTIONS = _TEXT_OPTIONS_OF_FOLDER | {
     "quiet": flag("print the answers alone"),
 }
 SAMPLING_OPTIONS = {
-    "top_k": Option(int, "K", "keep the K most probable tokens; 0 disables", (0, 2**31 - 1)),
-    "top_p": Option(float, "P", "keep the most probable tokens that sum to P; 1 disables", (0, 1)),
+    "top_k": Option(int, "K", "keep the K most probable tokens", (0, 2**31 - 1), off=0),
+    "top_p": Option(float, "P", "keep the most probable tokens that sum to P", (0, 1), off=1.0),
     "min_p": Option(
-        float, "P", "keep tokens >= P times as probable as the top one; 0 disables", (0, 1)
+        *(float, "P", "keep tokens >= P times as probable as the top one", (0, 1)), off=0.0
     ),
     "repetition_penalty": Option(
-        *(float, "R", "> 1 discourages tokens of the prompt and the output; 1 disables"),
-        (1e-6, 1e6),
+        *(float, "R", "> 1 discourages tokens of the prompt and the output", (1e-6, 1e6)), off=1.0
     ),
     "frequency_penalty": Option(
-        *(float, "F", "subtracted from a token's logit per occurrence in the output; 0 disables"),
-        (-1e6, 1e6),
+        *(float, "F", "subtracted from a token's logit per occurrence in the output", (-1e6, 1e6)),
+        off=0.0,
     ),
     "presence_penalty": Option(
-        *(float, "F", "subtracted from the logit of every token in the output; 0 disables"),
-        (-1e6, 1e6),
+        *(float, "F", "subtracted from the logit of every token in the output", (-1e6, 1e6)),
+        off=0.0,
     ),
 }
 _OUTPUT_OPTIONS = {

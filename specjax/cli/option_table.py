@@ -36,6 +36,7 @@ class Option(NamedTuple):
       needs: names the limits in a sentence, or None for the numbers themselves.
       aliases: other names, such as those of other programs.
       is_list: whether the option may be given several times; its value is a list then.
+      off: the value that changes nothing, as the help says; None without one.
     """
 
     parse: Callable[[str], Any] | None
@@ -46,6 +47,7 @@ class Option(NamedTuple):
     needs: str | None = None
     aliases: tuple[str, ...] = ()
     is_list: bool = False
+    off: float | None = None
 
 
 def flag(text: str) -> Option:
@@ -100,6 +102,8 @@ def _add_options(group: Any, table: Mapping[str, Option]) -> None:
     for name, option in table.items():
         text = option.text
         how: dict[str, Any] = {"action": "store_true"}
+        if option.off is not None:
+            text += f"; {option.off:g} disables"
         if option.default is not None:
             text += f"; default: {option.default}"
         if option.parse is not None:

@@ -24,7 +24,7 @@ from specjax.cli.model_pair import (
 from specjax.cli.processes import check_same_inputs, collective_errors, is_rank_zero
 from specjax.decode.capacity import DEFAULT_CAPACITY
 
-__all__ = ["read_jobs", "run_job", "run_jobs"]
+__all__ = ["read_jobs", "run_jobs"]
 
 
 def read_jobs(
@@ -77,10 +77,10 @@ def _capacity(job: GenerateJob) -> int:
 def run_jobs(jobs: list[GenerateJob], terminal: Any) -> None:
     """Runs one job after the other."""
     for job in jobs:
-        run_job(job, terminal)
+        _run_job(job, terminal)
 
 
-def run_job(job: GenerateJob, terminal: Any) -> None:
+def _run_job(job: GenerateJob, terminal: Any) -> None:
     """Decodes and prints a job's text and report; of several processes the first prints.
 
     Raises:

@@ -222,8 +222,8 @@ class WaitingQueue:
 
         turn of an entry = entries of priority 0 that were put in so far, this one too, + priority
 
-    Equal turns are first come, first served. An entry of priority i so waits for at most i later
-    ones of priority 0: it goes on, however many come.
+    Equal turns are first come, first served. An entry of priority i waits for at most i later ones
+    of priority 0, however many come.
 
     The rest is called under the scheduler's `_step_lock`, under which caches change, too.
 

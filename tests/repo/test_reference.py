@@ -125,7 +125,7 @@ def test_the_first_mention_of_a_name_leads_to_its_page(site):
 def test_a_mark_is_replaced_by_a_file_or_its_section(site):
     whole = site.adapt("# A\n\n<!-- README.md stands here -->\n", 0)
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert whole.startswith("# A\n\n\nSpeculative decoding")
+    assert whole.startswith("# A\n\n\nVerification for speculative decoding")
     assert len(whole.splitlines()) == len(readme.splitlines()) + 2
     section = site.adapt("<!-- MODEL_CARD.md, Training stands here -->", 0)
     assert "examples/train_pair.py" in section

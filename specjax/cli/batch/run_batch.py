@@ -254,8 +254,7 @@ def _make_engine(job: BatchJob) -> Engine:
     values = {name: getattr(job.options, name) for name in SAMPLING_OPTIONS}
     used = {name for name, value in values.items() if value is not None}
     used |= {name for line in job.lines for name in line.values if name in values}
-    off = {"top_p": 1.0, "repetition_penalty": 1.0}
-    defaults = {x: off.get(x, 0) if values[x] is None else values[x] for x in used}
+    defaults = {x: SAMPLING_OPTIONS[x].off if values[x] is None else values[x] for x in used}
     return Engine(
         job.target,
         job.drafter,

@@ -15,13 +15,6 @@ __all__ = ["take_defaults"]
 _MAX_BYTES = 2**28
 _NAMES = ("top_k", "top_p", "min_p", "repetition_penalty")
 _OPTIONS = {"temperature": TEMPERATURE} | {name: SAMPLING_OPTIONS[name] for name in _NAMES}
-# Values that leave every token in; -1 is vLLM's.
-_OFF: dict[str, tuple[float, ...]] = {
-    "top_k": (0, -1),
-    "top_p": (1,),
-    "min_p": (0,),
-    "repetition_penalty": (1,),
-}
 
 
 def take_defaults(options: argparse.Namespace, folder: str | os.PathLike[str]) -> str | None:
@@ -50,9 +43,10 @@ def take_defaults(options: argparse.Namespace, folder: str | os.PathLike[str]) -
     for name in _OPTIONS:
         is_given = getattr(options, name) is not None and name not in options.default_names
         value = fields.get(name)
-        if is_given or value is None or value in _OFF.get(name, ()):
-            continue
-        taken[name] = _check(path, name, value)
+        # -1 is vLLM's for no cutoff.
+        is_off = value == _OPTIONS[name].off or (name, value) == ("top_k", -1)
+        if not (is_given or is_off or value is None):
+            taken[name] = _check(path, name, value)
     for name, value in taken.items():
         setattr(options, name, value)
     options.from_generation_config = taken

@@ -6,13 +6,14 @@ import os
 import pathlib
 import signal
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import uvicorn
 
 from specjax import models
+from specjax.cli.arguments import SAMPLING_OPTIONS
 from specjax.cli.folders.hub_cache import model_name
 from specjax.cli.model_pair import ModelPair, encode_text, load_pair, with_trained_k
 from specjax.contrib.grammars.llguidance_matcher import llguidance_reader
@@ -32,8 +33,7 @@ _MOST_LENGTH = 4096
 # Without spaces between values, of which a model may write any number.
 _SEPARATORS = {"whitespace_flexible": False, "item_separator": ",", "key_separator": ":"}
 _COMPACT = {"x-guidance": _SEPARATORS}
-_CUTOFFS = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
-_PENALTIES = {"repetition_penalty": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0}
+_CUTOFFS = ("top_k", "top_p", "min_p")
 
 
 def read_service(pair: ModelPair, terminal: Any) -> Callable[[], None]:
@@ -77,7 +77,8 @@ def make_service(pair: ModelPair) -> Service:
         max_choices=min(128, options.max_waiting),
         max_seconds=options.timeout,
     )
-    sampling = _CUTOFFS | ({} if options.no_penalties else _PENALTIES)
+    names = _CUTOFFS if options.no_penalties else SAMPLING_OPTIONS
+    sampling = {name: SAMPLING_OPTIONS[name].off for name in names}
     service = Service(
         AsyncEngine(_make_engine(pair, limits, sampling)),
         codec,
@@ -101,7 +102,7 @@ def _render(folder: str | os.PathLike[str], messages: Sequence[Message]) -> str:
         raise ValueError(str(error).replace(str(pathlib.Path(folder)), "the model")) from None
 
 
-def _make_engine(pair: ModelPair, limits: Limits, sampling: dict[str, float]) -> Engine:
+def _make_engine(pair: ModelPair, limits: Limits, sampling: Mapping[str, float | None]) -> Engine:
     options, (target, drafter) = pair.options, load_pair(pair)
     loop_options = LoopOptions(
         max_length=limits.max_length,

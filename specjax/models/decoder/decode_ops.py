@@ -145,6 +145,11 @@ class Addend(NamedTuple):
     bias: jax.Array | None = None
     norm: RMSNorm | None = None
 
+    def add_to(self, x: jax.Array) -> jax.Array:
+        """Returns the stream [B, T, E] with the product, which has no bias, added by XLA."""
+        y = PartialProduct(self.parts).reduce().astype(x.dtype)
+        return residual_add(x, y, self.norm)
+
 
 def can_defer_norm(x: Any) -> bool:
     """Returns whether the division of a norm of rows may follow their product.
@@ -179,8 +184,7 @@ def begin_norm(
       choice: of the kernels.
     """
     if addend is not None and not adds_in_kernel(x, addend.norm, choice):
-        y = PartialProduct(addend.parts).reduce().astype(x.dtype)
-        x, addend = residual_add(x, y, addend.norm), None
+        x, addend = addend.add_to(x), None
     if not can_defer_norm(x):
         return x, DeferredNorm(norm(x), None)
     operands, added_norm = AddNormOperands(x, None, norm.weight[...]), None
@@ -406,7 +410,8 @@ def product_tiling(
         else:
             tiling = matmul_tiling(few, size, width, *more)
     if not is_invariant:
-        return tiling
+        # Where a tile's rows are half a line of memory, the kernels were not timed next to XLA.
+        return None if size * x.dtype.itemsize % 128 else tiling
     if tiling is None:
         raise ValueError(
             f"The kernels have no tile that divides a matrix of {size} x {width} numbers; "

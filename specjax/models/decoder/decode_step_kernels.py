@@ -35,7 +35,6 @@ from specjax.models.decoder.layers import (
     Layer,
     RMSNorm,
     linear,
-    residual_add,
     sum_shares,
     summed_linear,
 )
@@ -154,8 +153,7 @@ def layer_step(
     x, parts, cache = _advance(
         layer, choice, x, normed, cos_sin, positions, cache, next_is_kernel=False
     )
-    y = PartialProduct(parts).reduce().astype(x.dtype)
-    return residual_add(x, y, layer.mlp_out_norm), cache
+    return Addend(parts, norm=layer.mlp_out_norm).add_to(x), cache
 
 
 def product(implementation: Implementation, x: jax.Array, matrix: jax.Array) -> jax.Array:

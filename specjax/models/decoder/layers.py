@@ -195,9 +195,13 @@ class Attention(nnx.Module):
         q, k, v = jnp.split(heads, [self.num_heads, self.num_heads + self.num_kv_heads], axis=2)
         return jnp.concatenate([self.query_norm(q), self.key_norm(k), v], axis=2)
 
+    def project(self, x: jax.Array) -> jax.Array:
+        """Returns queries, keys and values [B, T, heads, D] of rows [B, T, E], none rotated."""
+        return self.normed_heads(linear(x, self.qkv, self.qkv_bias))
+
     def causal(self, x: jax.Array, cos_sin: Any, implementation: AttentionBackend) -> jax.Array:
         """Returns [B, T, E] of whole sequences: each token attends to those up to its own."""
-        heads = self.normed_heads(linear(x, self.qkv, self.qkv_bias))
+        heads = self.project(x)
         y = causal_attention(heads, cos_sin, self.num_kv_heads, self.spec, implementation)
         return summed_linear(y, self.out, self.out_bias, self.axis_name)
 
@@ -205,7 +209,7 @@ class Attention(nnx.Module):
         self, x: jax.Array, cos_sin: Any, positions: jax.Array, cache: Any
     ) -> tuple[jax.Array, Any]:
         """Returns [B, T, E], and the cache with the tokens in it; arguments as in `Layer`."""
-        heads = self.normed_heads(linear(x, self.qkv, self.qkv_bias)).astype(cache[0].dtype)
+        heads = self.project(x).astype(cache[0].dtype)
         y, cache = attend(heads, cos_sin, positions, cache, spec=self.spec)
         return summed_linear(y, self.out, self.out_bias, self.axis_name), cache
 
@@ -260,8 +264,13 @@ class Layer(nnx.Module):
     def causal(self, x: jax.Array, cos_sin: Any, implementation: AttentionBackend) -> jax.Array:
         """Returns the residual stream [B, T, E] of whole sequences after this layer."""
         y = self.attention.causal(self.attention_norm(x), cos_sin, implementation)
-        x = residual_add(x, y, self.attention_out_norm)
-        return residual_add(x, self.mlp(self.mlp_norm(x)), self.mlp_out_norm)
+        return self.add(x, y)
+
+    def add(self, x: jax.Array, y: jax.Array) -> jax.Array:
+        """Returns the stream [B, T, E] with the output of attention added, and the MLP."""
+        x = residual_add(x, y.astype(x.dtype), self.attention_out_norm)
+        y = self.mlp(self.mlp_norm(x)).astype(x.dtype)
+        return residual_add(x, y, self.mlp_out_norm)
 
     def plain(
         self, x: jax.Array, cos_sin: Any, positions: jax.Array, cache: Any, rows: Any = None
@@ -277,6 +286,4 @@ class Layer(nnx.Module):
         """
         rows = self.attention_norm(x) if rows is None else rows
         y, cache = self.attention(rows, cos_sin, positions, cache)
-        x = residual_add(x, y.astype(x.dtype), self.attention_out_norm)
-        y = self.mlp(self.mlp_norm(x)).astype(x.dtype)
-        return residual_add(x, y, self.mlp_out_norm), cache
+        return self.add(x, y), cache

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 
 from specjax.devices.map_groups import map_groups
 from specjax.models.decoder.attention import split_heads, write_entries
-from specjax.models.decoder.layers import Layer, linear, residual_add, table_logits
+from specjax.models.decoder.layers import Layer, linear, table_logits
 from specjax.models.decoder.shared_math import AttentionSpec, is_visible
 
 __all__ = ["decode_by_groups", "logits_by_groups"]
@@ -66,16 +66,11 @@ def _layer_by_groups(
     attention = layer.attention
 
     def prepare(rows: jax.Array, position: jax.Array) -> tuple[jax.Array, ...]:
-        y = linear(layer.attention_norm(rows), attention.qkv, attention.qkv_bias)
-        heads = attention.normed_heads(y).astype(cache[0].dtype)
+        heads = attention.project(layer.attention_norm(rows)).astype(cache[0].dtype)
         return split_heads(heads, model.cos_sin(position)[layer.rope], attention.num_kv_heads)
 
     def advance(rows: jax.Array, y: jax.Array) -> jax.Array:
-        y = linear(y, attention.out, attention.out_bias).astype(rows.dtype)
-        rows = residual_add(rows, y, layer.attention_out_norm)
-        return residual_add(
-            rows, layer.mlp(layer.mlp_norm(rows)).astype(rows.dtype), layer.mlp_out_norm
-        )
+        return layer.add(rows, linear(y, attention.out, attention.out_bias))
 
     queries, keys, values = map_groups(prepare, x, positions)
     cache = (*write_entries(cache, positions, (keys, values)), *cache[2:])

@@ -270,7 +270,7 @@ def _project_qkv(
     """Returns queries [B, T, G, R, D], keys and values [B, T, G, D], rotated."""
     attention, size = head.layer.attention, head.config.layer.head_dim
     cos_sin = rope_cos_sin(*head.layer.rope, size, positions)
-    heads = attention.normed_heads(linear(rows, attention.qkv, attention.qkv_bias))
+    heads = attention.project(rows)
     ends = [attention.num_heads, attention.num_heads + attention.num_kv_heads]
     q, k, v = jnp.split(heads, ends, axis=2)
     q, k = rotate(q, cos_sin), rotate(k, cos_sin)

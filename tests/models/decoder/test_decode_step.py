@@ -462,7 +462,7 @@ def test_splits_are_counted_from_zero_whatever_the_memory_held(kernels):
     held = jnp.full((batch * groups * 3,), 7, jnp.uint32)
 
     def kernel(references, out):
-        prepare_qkv_kernel(references[0], out, norm=NORM, head_norm=None)
+        prepare_qkv_kernel(references[0], out, norm=NORM, head_norm=None, token_tile=tokens)
 
     prepared = launch(
         kernel,

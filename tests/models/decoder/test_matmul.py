@@ -7,7 +7,13 @@ import pytest
 from machine import has_gpu
 
 from specjax.models import TransformerConfig, build
-from specjax.models.decoder.decode_ops import DeferredNorm, KernelChoice, glu, num_xla_parts
+from specjax.models.decoder.decode_ops import (
+    DeferredNorm,
+    KernelChoice,
+    glu,
+    num_xla_parts,
+    product_tiling,
+)
 from specjax.models.decoder.pallas import matmul
 from specjax.models.decoder.pallas.tilings import (
     DecodeConfig,
@@ -172,6 +178,21 @@ def test_a_matrix_that_does_not_divide_is_left_to_xla(tiling):
     assert tiling(8, 4096 + 32, 4096, 2).block_k == 32
     assert tiling(8, 4096 + 16, 4096, 2) is None
     assert tiling(8, 4096, 4096 + 16, 2) is None
+
+
+def test_steps_of_half_a_line_are_taken_only_where_rows_must_not_depend_on_each_other():
+    matrix = jax.ShapeDtypeStruct((736, 256), jnp.bfloat16)
+    x = jax.ShapeDtypeStruct((1, 4, 736), jnp.bfloat16)
+    found = {
+        row_invariant: product_tiling(
+            x,
+            matrix,
+            KernelChoice(DecodeConfig(row_invariant=row_invariant), 227 * 1024, True, True),
+        )
+        for row_invariant in (False, True)
+    }
+    assert found[False] is None
+    assert found[True].block_k == 32
 
 
 @pytest.mark.once

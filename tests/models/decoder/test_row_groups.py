@@ -9,7 +9,7 @@ import pytest
 from machine import has_gpu
 from scripts import run_process
 
-from specjax.implementation import Implementation
+from specjax.implementation import Implementation, with_row_invariance
 from specjax.models import TransformerConfig, build
 from specjax.models.decoder.dispatch import run_product
 from specjax.models.decoder.pallas.tilings import DecodeConfig
@@ -145,19 +145,26 @@ def test_bits_of_a_row_depend_on_no_chunk_place_and_batch(kind, kernels, length,
         assert np.array_equal(found, wanted), (chunk, place, size)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("width", [4096, 6144])
-def test_bits_of_a_product_depend_on_no_number_of_rows(width):
-    """Of up to 200 rows with a matrix of an 8B model."""
-    from specjax.implementation import with_row_invariance
-
-    matrix = (jax.random.normal(jax.random.key(0), (4096, width)) / 64).astype(jnp.bfloat16)
-    rows = jax.random.normal(jax.random.key(1), (1, 200, 4096)).astype(jnp.bfloat16)
-    product = jax.jit(lambda x, y: run_product(x, y, with_row_invariance("triton")))
+@pytest.mark.parametrize(
+    ("size", "width", "kernels"),
+    [
+        pytest.param(160, 224, "interpret", marks=pytest.mark.interpret),
+        *(
+            pytest.param(*shape, "triton", marks=pytest.mark.gpu)
+            for shape in ((160, 224), (736, 256), (4096, 4096), (4096, 6144))
+        ),
+    ],
+)
+def test_bits_of_a_product_depend_on_no_number_of_rows(size, width, kernels):
+    """Of up to 200 rows with a matrix of an embedded or an 8B model."""
+    matrix = (jax.random.normal(jax.random.key(0), (size, width)) / 64).astype(jnp.bfloat16)
+    rows = jax.random.normal(jax.random.key(1), (1, 200, size)).astype(jnp.bfloat16)
+    product = jax.jit(lambda x, y: run_product(x, y, with_row_invariance(kernels)))
     wanted = np.asarray(product(rows, matrix).astype(jnp.float32))
-    for size in (*range(1, 65), 65, 96, 127, 128, 129, 192):
-        found = np.asarray(product(rows[:, :size], matrix).astype(jnp.float32))
-        assert np.array_equal(found, wanted[:, :size]), size
+    few = (1, 3, 8, 17, 64)
+    for num_rows in few if kernels == "interpret" else (*range(1, 65), 65, 96, 127, 128, 129, 192):
+        found = np.asarray(product(rows[:, :num_rows], matrix).astype(jnp.float32))
+        assert np.array_equal(found, wanted[:, :num_rows]), num_rows
 
 
 @pytest.mark.interpret

@@ -24,14 +24,12 @@ from specjax.models.decoder.pallas.request_qkv import (
     make_inv_rms,
     row_mask,
 )
+from specjax.models.decoder.pallas.tilings import TOKEN_TILE
 from specjax.models.decoder.shared_math import NormSpec, cache_entries
 from specjax.pallas.kernel_config import next_power_of_2
 from specjax.pallas.launch import divmod_i32
 
 __all__ = ["PreparedQKV", "num_token_tiles", "prepare_qkv_kernel"]
-
-# Tokens of a program's tile.
-_TOKEN_TILE = 16
 
 
 class PreparedQKV(NamedTuple):
@@ -56,7 +54,7 @@ def prepare_qkv_kernel(
     *,
     norm: NormSpec,
     head_norm: NormSpec | None,
-    token_tile: int | None = None,
+    token_tile: int,
 ) -> None:
     """Sums, scales and rotates heads of some tokens, and writes keys and values to the cache.
 
@@ -77,15 +75,15 @@ def prepare_qkv_kernel(
       out: references; `keys` and `values` are those of `operands`.
       norm: the deferred norm.
       head_norm: of queries and keys; None if they have none.
-      token_tile: tokens of a program, padding included; None follows from their number.
+      token_tile: tokens of a program, with padding; `TOKEN_TILE` if a request has as many.
     """
     num_kv_heads, num_slots, head_dim = operands.keys.shape[1:]
     num_tokens, num_query_heads = out.queries.shape[1:3]
     num_tiles = num_token_tiles(num_tokens)
     tile, head = divmod_i32(pl.program_id(0), num_query_heads + num_kv_heads)
     b, tile_in_request = divmod_i32(tile, num_tiles)
-    token = jax.lax.iota(jnp.int32, token_tile or min(_TOKEN_TILE, next_power_of_2(num_tokens)))
-    token += tile_in_request * _TOKEN_TILE
+    token = jax.lax.iota(jnp.int32, token_tile)
+    token += tile_in_request * TOKEN_TILE
     inside = token < num_tokens
     qkv = RequestQKV(operands, b, make_inv_rms(operands.squares, b, num_tokens, norm), head_norm)
 
@@ -125,4 +123,4 @@ def prepare_qkv_kernel(
 
 def num_token_tiles(num_tokens: int) -> int:
     """Returns the number of tiles of T tokens."""
-    return -(-num_tokens // _TOKEN_TILE)
+    return -(-num_tokens // TOKEN_TILE)

@@ -20,6 +20,7 @@ __all__ = [
     "MIN_MMA",
     "MatmulTiling",
     "NUM_MULTIPROCESSORS",
+    "TOKEN_TILE",
     "attention_tiling",
     "combines_in_attention",
     "glu_tiling",
@@ -54,6 +55,9 @@ MIN_MMA = 16
 
 # The smallest side of a matrix's tile. A line of memory has 64 numbers of bfloat16, 32 of float32.
 _MIN_BLOCK = 32
+
+# Most tokens of a tile whose queries, keys and values are prepared.
+TOKEN_TILE = 16
 
 # Rows of a tile of queries for more than 16 tokens, and most queries of a key-value head. Two tiles
 # of 64 rows are resident at once, so that one multiplies while the other exponentiates.
@@ -152,8 +156,8 @@ class AttentionTiling(NamedTuple):
       combines_in_attention: whether the last program combines; not read if `prepares_in_attention`.
       segment: blocks of a segment. If not None, sums are those of the segments of a text, added in
         their order, whichever program has them.
-      prepared_tokens: tokens of a tile of the launch that prepares queries, keys and values; None
-        follows from their number.
+      prepared_tokens: tokens of a tile of the launch that prepares queries, keys and values, with
+        padding.
     """
 
     prepares_in_attention: bool
@@ -167,8 +171,8 @@ class AttentionTiling(NamedTuple):
     num_stages: int
     num_register_splits: int
     combines_in_attention: bool
+    prepared_tokens: int
     segment: int | None = None
-    prepared_tokens: int | None = None
 
 
 def pad_to_mma(n: int) -> int:
@@ -298,8 +302,8 @@ def attention_tiling(
             num_stages=num_stages,
             num_register_splits=1,
             combines_in_attention=True,
+            prepared_tokens=TOKEN_TILE,
             segment=_SEGMENT,
-            prepared_tokens=16,
         )
     is_one_tile = num_tokens <= 16 and num_tokens * queries_per_kv <= 64
     if is_one_tile:
@@ -344,6 +348,7 @@ def attention_tiling(
         num_stages=num_stages if has_loop else 1,
         num_register_splits=at_once,
         combines_in_attention=combines,
+        prepared_tokens=min(TOKEN_TILE, next_power_of_2(num_tokens)),
     )
 
 
