@@ -127,6 +127,16 @@ def test_a_text_is_the_same_in_an_engine(name):
         np.testing.assert_array_equal(np.float32(request.logprobs), logprobs[len(prompts()[b]) :])
 
 
+@pytest.mark.parametrize("method", ["standard", "block"])
+def test_by_other_rules_a_text_is_the_same_next_to_others_if_the_draft_has_the_option_too(method):
+    drafter = specjax.model_drafter(build(CONFIG, seed=1, row_invariant=True))
+    config = SpeculativeConfig(rejection_sample_method=method, num_speculative_tokens=3)
+    options = {"drafter": drafter, "config": config}
+    wanted = texts("cpu", range(B), together=False, prefill_chunk_size=16, **options)
+    found = texts("cpu", range(B)[::-1], prefill_chunk_size=5, **options)
+    assert num_differing(found, wanted) == 0
+
+
 def test_without_the_option_these_texts_differ(name):
     """Else the tests above would show nothing."""
     found = texts(name, range(B), specjax.ngram_drafter(), row_invariant=False, config=COUPLED)
