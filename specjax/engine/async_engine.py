@@ -18,6 +18,7 @@ import queue
 import threading
 import time
 import weakref
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Unpack
 
 from specjax.checks import check_count, check_flag
@@ -29,6 +30,7 @@ from specjax.engine.submission import (
     Submission,
     SubmitArguments,
     check_timeout,
+    sample_indices,
 )
 from specjax.engine.usage import Totals
 
@@ -203,7 +205,7 @@ class AsyncEngine:
           ...     stream.result().token_ids
           [1, 0, 1]
         """
-        return self._submit(Submission(prompt, **arguments), None, timeout, priority)[0]
+        return self._submit(Submission(prompt, **arguments), [-1], timeout, priority)[0]
 
     def submit_samples(
         self,
@@ -232,19 +234,21 @@ class AsyncEngine:
           queue.Full: if more than `max_waiting` requests would wait.
           RuntimeError: as `submit` does.
         """
-        return self._submit(Submission(prompt, **arguments), num_samples, timeout, priority)
+        submission = Submission(prompt, **arguments)
+        samples = sample_indices(submission, num_samples)
+        return self._submit(submission, samples, timeout, priority)
 
     def _submit(
         self,
         submission: Submission,
-        num_samples: int | None,
+        samples: Sequence[int],
         timeout: float | None,
         priority: int,
     ) -> list[RequestStream]:
         """Returns the streams of new requests, which the thread follows from now on."""
         deadline = time.monotonic() + check_timeout(timeout)
         check_count("priority", priority, 0, "the later requests that may go before")
-        requests = self.engine._enqueue(submission, num_samples, priority)
+        requests = self.engine._enqueue(submission, samples, priority)
         if requests[0].finish_reason == FinishReason.REFUSED:
             raise ValueError(requests[0].error)
         cursors = [Cursor(request, deadline) for request in requests]

@@ -32,6 +32,7 @@ from specjax.engine.submission import (
     check_timeout,
     drop_batch_axis,
     make_request,
+    sample_indices,
 )
 from specjax.processing.sampling_params import SamplingParams
 from specjax.types import Model
@@ -250,18 +251,13 @@ class Engine:
           >>> [len(sample.token_ids) for sample in samples]
           [5, 5, 5, 5]
         """
-        return self._enqueue(Submission(prompt, **arguments), num_samples)
+        submission = Submission(prompt, **arguments)
+        return self._enqueue(submission, sample_indices(submission, num_samples))
 
     def _enqueue(
-        self, submission: Submission, num_samples: int | None = None, priority: int = 0
+        self, submission: Submission, samples: Sequence[int] = (-1,), priority: int = 0
     ) -> list[Request]:
-        """Returns the request of a submission, or so many, and queues those that go on."""
-        samples: Sequence[int] = [-1]
-        if num_samples is not None:
-            why = "the requests of one prompt"
-            samples = range(check_count("num_samples", num_samples, 1, why))
-            if submission.matcher is not None:
-                raise TypeError("matcher is given; it reads one text, and samples are several.")
+        """Returns a request for each sample index, and queues the requests that go on."""
         checked, queue = check_request(submission, self._limits), self._scheduler.queue
         queue.check_room(len(samples))
         requests = [make_request(checked, self._limits, self._scheduler) for _ in samples]

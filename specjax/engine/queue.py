@@ -51,8 +51,7 @@ class QueueEntry(abc.ABC):
       place: i32, of its caches in the `PrefillBatch`; None if it has none there.
       num_read: how many tokens were read. A last chunk counts whole, so that this may be more
         than there are.
-      turn: by which the queue is sorted. 0 stays first: once its prompt may be read, none comes
-        before it.
+      turn: by which the queue is sorted.
     """
 
     def __init__(self, requests: Iterable[Request]) -> None:
@@ -220,10 +219,11 @@ class ParkedRequest(QueueEntry):
 class WaitingQueue:
     """Entries that wait. Any thread may put one in and count their requests.
 
-        turn of an entry = entries of priority 0 that were put in so far, this one too, + priority
+        turn = now + priority, of an entry that is put in
+        now  = 1 more for each entry of priority 0, and at least the last turn that `first` returned
 
     Equal turns are first come, first served. An entry of priority i waits for at most i later ones
-    of priority 0, however many come.
+    of priority 0, however many come, and for none forever.
 
     The rest is called under the scheduler's `_step_lock`, under which caches change, too.
 
@@ -241,7 +241,7 @@ class WaitingQueue:
     def __init__(self, max_waiting: int) -> None:
         self._max_waiting = max_waiting
         self._entries: deque[QueueEntry] = deque()
-        self._last_turn = 0
+        self._now = 0
         # An upper bound of `len(waiting())`: a request that ends is counted until it is removed.
         self._num_waiting = 0
         self.lock = threading.RLock()
@@ -312,8 +312,8 @@ class WaitingQueue:
         with self.lock:
             self.check_room(len(entry.waiting))
             self._num_waiting += len(entry.waiting)
-            self._last_turn += entry.turn == 0
-            entry.turn += self._last_turn
+            priority, entry.turn = entry.turn, self._now + entry.turn
+            self._now += priority == 0
             bisect.insort(self._entries, entry, key=lambda other: other.turn)
 
     def put_first(self, entry: QueueEntry) -> None:
@@ -345,8 +345,9 @@ class WaitingQueue:
         """
         with self.lock:
             entries = list(itertools.islice(self._entries, number))
-            for entry in entries:
-                entry.turn = 0
+            if entries:
+                # No later entry has an earlier turn.
+                self._now = max(self._now, entries[-1].turn)
             return entries
 
     def pop(self) -> Request:

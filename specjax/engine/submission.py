@@ -43,6 +43,7 @@ __all__ = [
     "drop_batch_axis",
     "key_of_seed",
     "make_request",
+    "sample_indices",
 ]
 
 # Most stop ids of a request. Requests with fewer are padded, so that one program serves all.
@@ -175,6 +176,19 @@ def make_request(checked: CheckedRequest, limits: EngineLimits, stepper: Stepper
     if checked.error is not None:
         request.end(FinishReason.REFUSED, checked.error)
     return request
+
+
+def sample_indices(submission: Submission, num_samples: int) -> range:
+    """Returns the indices of a submission's samples, each of which is folded into its key.
+
+    Raises:
+      ValueError: if their number is no int >= 1.
+      TypeError: for a matcher.
+    """
+    samples = range(check_count("num_samples", num_samples, 1, "the requests of one prompt"))
+    if submission.matcher is not None:
+        raise TypeError("matcher is given; it reads one text, and samples are several.")
+    return samples
 
 
 def check_timeout(timeout: float | None) -> float:

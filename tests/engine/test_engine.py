@@ -559,6 +559,8 @@ def test_samples_name_an_option_that_is_wrong():
         engine.submit_samples(2, [1], key=KEYS[0], stops="a")
     with pytest.raises(ValueError, match="neither key nor seed is given"):
         engine.submit_samples(2, [1])
+    with pytest.raises(ValueError, match="num_samples is None; it needs"):
+        engine.submit_samples(None, [1], seed=1)
 
 
 def test_the_queue_is_bounded():

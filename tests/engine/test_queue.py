@@ -78,19 +78,41 @@ def test_the_bound_holds_whenever_requests_end():
     assert [one for one in requests if one in waiting.waiting()] == [requests[2]]
 
 
-def test_the_first_prompt_of_a_body_goes_before_the_later_ones_of_earlier_bodies():
+def put(waiting, name, *priorities):
+    for i in priorities:
+        waiting.put(Entry(f"{name}{i}", turn=i))
+
+
+def names(waiting, number):
+    """Names of the first entries, which are being read from now on."""
+    return " ".join(entry.waiting[0] for entry in waiting.first(number))
+
+
+def test_prompt_i_of_a_body_lets_i_later_bodies_go_first():
     waiting = WaitingQueue(100)
+    put(waiting, "a", 0, 1, 2)
+    for name in "bcd":
+        put(waiting, name, 0, 1)
+    assert names(waiting, 100) == "a0 b0 a1 c0 a2 b1 d0 c1 d1"
 
-    def put(name, size=1):
-        for i in range(size):
-            waiting.put(Entry(f"{name}{i}", turn=i))
 
-    put("a", 4)
-    assert [entry.waiting[0] for entry in waiting.first(3)] == ["a0", "a1", "a2"]
-    put("b", 3)
+def test_prompts_that_are_being_read_stay_first():
+    waiting = WaitingQueue(100)
+    put(waiting, "a", 0, 1, 2, 3)
+    assert names(waiting, 3) == "a0 a1 a2"
+    put(waiting, "b", 0, 1, 2)
     for name in "cdef":
-        put(name)
+        put(waiting, name, 0)
     waiting.put_first(Entry("parked"))
-    names = [entry.waiting[0] for entry in waiting.first(100)]
-    # Prompts that are being read stay first, and prompt i waits for at most i later bodies.
-    assert " ".join(names) == "parked a0 a1 a2 b0 b1 c0 a3 b2 d0 e0 f0"
+    assert names(waiting, 100) == "parked a0 a1 a2 b0 a3 c0 b1 d0 b2 e0 f0"
+
+
+def test_no_entry_waits_forever_although_others_come_with_lower_priorities():
+    waiting = WaitingQueue(100)
+    request, served = Request(collections.Counter()), []
+    waiting.put(Entry(request, turn=3))
+    for _ in range(4):
+        waiting.put(Entry(Request(collections.Counter()), turn=1))
+        waiting.first(1)
+        served.append(waiting.pop())
+    assert served.index(request) == 2

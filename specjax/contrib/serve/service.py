@@ -165,7 +165,7 @@ class Service:
         try:
             for i, ids in enumerate(prompts):
                 echoed = self._echo(parameters, i, ids)
-                # The first text of a body before the second of an earlier one.
+                # As many later bodies go first as the body has texts before.
                 arguments["priority"] = len(choices)
                 for stream in self._submit_prompt(ids, parameters, arguments, new_matcher):
                     choices.append(Choice(len(choices), stream, parameters, self.texts, echoed))

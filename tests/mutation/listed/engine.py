@@ -22,7 +22,8 @@ _ROOM = "test_slots_have_the_room_of_all_devices_that_the_target_is_on"
 _SAMPLES = "test_samples_of_a_prompt_are_those_of_its_keys_and_read_it_once"
 _TOGETHER = "test_prompts_that_are_read_together_give_what_each_gives_alone"
 _GROWN = "test_prompts_are_read_into_caches_that_grow_and_give_the_same_without_compiling"
-_TURNS = "test_the_first_prompt_of_a_body_goes_before_the_later_ones_of_earlier_bodies"
+_TURNS = "test_prompt_i_of_a_body_lets_i_later_bodies_go_first"
+_STAYS = "test_prompts_that_are_being_read_stay_first"
 _SERVED = "test_first_come_first_served_and_a_slot_is_empty_for_at_most_a_step"
 _LONG = "test_a_long_prompt_is_read_between_the_steps_of_others"
 _INTERRUPTED = "test_an_interrupted_step_is_read_before_the_next_masks"
@@ -81,17 +82,17 @@ MUTATIONS = (
     ),
     Mutation(
         "specjax.engine.queue.WaitingQueue.put",
-        "entry.turn += self._last_turn",
-        "entry.turn = self._last_turn",
+        "self._now + entry.turn",
+        "self._now",
         queues(_TURNS),
         "all prompts of a body go before the first of another",
     ),
     Mutation(
         "specjax.engine.queue.WaitingQueue.first",
-        "entry.turn = 0",
-        "pass",
-        queues(_TURNS),
-        "a prompt that is being read is overtaken",
+        "max(self._now, entries[-1].turn)",
+        "self._now",
+        queues(_STAYS),
+        "a prompt that is being read is overtaken, and a request waits forever",
     ),
     Mutation(
         "specjax.engine.scheduler.Scheduler._fill_slots",
