@@ -115,7 +115,8 @@ def load_drafter(
     Args:
       folder: with config.json, which decides the kind, and model.safetensors.
       target: from `load`, `build` or `split_model`; a head runs on its states. If it lies over
-        devices, each gets the whole draft, as by `load(folder, mesh=mesh, replicate=True)`.
+        devices, each gets the whole draft, as by `load(folder, mesh=mesh, replicate=True)`. A
+        smaller model is `row_invariant` if the target is; heads have no such form.
       dtype: as in `load`. For a head None is the dtype of the target and its taps.
       implementation: of the draft's steps, as in `build`.
 
@@ -136,6 +137,7 @@ def load_drafter(
         refuse_eagle1(folder)
         mesh = None if target.placement is None else target.placement.mesh
         options: dict[str, Any] = {"mesh": mesh, "replicate": True}
+        options["row_invariant"] = target.row_invariant
         return model_drafter(load(folder, dtype, implementation=implementation, **options)[0])
     dtype = target.params["embedding"].dtype if dtype is None else dtype
     layers = len(target.params["layers"])

@@ -13,7 +13,7 @@ from machine import has_gpu
 
 import specjax
 from specjax import LoopOptions, SpeculativeConfig
-from specjax.models import TransformerConfig, build, load, pretrained_folder
+from specjax.models import TransformerConfig, build, load, load_drafter, pretrained_folder
 
 B, NEW, LENGTH = 6, 20, 64
 SIZES = (512, 256, 512, 2, 4, 2, 32)
@@ -141,3 +141,13 @@ def test_without_the_option_these_texts_differ(name):
     """Else the tests above would show nothing."""
     found = texts(name, range(B), specjax.ngram_drafter(), row_invariant=False, config=COUPLED)
     assert num_differing(found, alone(name, False)) > 0
+
+
+@pytest.mark.parametrize("row_invariant", [False, True])
+def test_a_draft_model_is_loaded_with_the_option_of_its_target(row_invariant):
+    folder = pretrained_folder("draft")
+    target, _ = load(pretrained_folder("target"), row_invariant=row_invariant)
+    loaded = load_drafter(folder, target)
+    draft, _ = load(folder, row_invariant=row_invariant)
+    # Equal models have the same functions.
+    assert loaded.propose == specjax.model_drafter(draft).propose
