@@ -15,8 +15,6 @@ that was sampled, and of the model's at temperature 1. Runs on a CPU and on a GP
 import argparse
 import dataclasses
 import pathlib
-import shlex
-import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -26,7 +24,7 @@ import numpy as np
 
 import specjax
 from benchmarks.gpu.decode import SMALL, TARGET
-from benchmarks.gpu.verify import environment, save
+from benchmarks.record import environment, save
 from specjax.models import (
     Eagle3Config,
     build,
@@ -204,10 +202,9 @@ def main() -> None:
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"])
     parser.add_argument("--quick", action="store_true", help="few and short texts, no file")
     args = parser.parse_args()
-    command = shlex.join(["python", "-m", "benchmarks.invariant_texts", *sys.argv[1:]])
     size = QUICK if args.quick else Load(args.texts, args.new_tokens, 192 + args.new_tokens)
     for dtype in args.dtypes:
-        section: dict[str, Any] = {"environment": environment() | {"command": command}, "cases": []}
+        section: dict[str, Any] = {"environment": environment(), "cases": []}
         for row_invariant in (True, False):
             start = time.perf_counter()
             if args.layers:
@@ -222,7 +219,7 @@ def main() -> None:
                 record |= {"texts": size.num_texts, "new_tokens": size.new_tokens}
                 record |= count(decode(), wanted) | {"seconds_alone": seconds_alone}
                 section["cases"].append(record)
-                save(None if args.quick else args.out, dtype, section)
+                save(None if args.quick else args.out, {dtype: section})
                 print(
                     f"{dtype:9} {'on ' if row_invariant else 'off'} {name:30} of {size.num_texts} "
                     f"texts {record['other_tokens']} have other tokens, {record['other_bits']} "

@@ -10,11 +10,9 @@ token.
 
 import argparse
 import compileall
-import datetime
 import json
 import os
 import pathlib
-import shlex
 import statistics
 import subprocess
 import sys
@@ -23,7 +21,7 @@ import time
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from benchmarks.cpu.verify import environment
+from benchmarks import record
 
 SIZES = {
     "vocab_size": 49152,
@@ -213,14 +211,8 @@ def main() -> None:
                     runs.setdefault(name, []).append(measured)
     cases = {name: {"median": medians(each), "runs": each} for name, each in runs.items()}
     report(cases)
-    if args.out and not args.smoke:
-        where = environment() | {
-            "command": shlex.join(["python", "-m", "benchmarks.cpu.cold_start", *sys.argv[1:]]),
-            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        }
-        result = {"environment": where, "sizes": SIZES, "cases": cases}
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    result = {"environment": record.environment(), "sizes": SIZES, "cases": cases}
+    record.save(None if args.smoke else args.out, result)
 
 
 if __name__ == "__main__":

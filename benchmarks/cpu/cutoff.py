@@ -4,9 +4,7 @@ python -m benchmarks.cpu.cutoff --out benchmarks/results/cpu_cutoff.json --check
 """
 
 import argparse
-import json
 import pathlib
-import shlex
 import sys
 import time
 from collections.abc import Callable
@@ -17,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import specjax
-from benchmarks.cpu.verify import environment
+from benchmarks.record import environment, save
 
 B, V, TOP_K, TOP_P, MIN_P = 16, 131072, 50, 0.9, 0.05
 # The least by which a sort has to be slower, on the rows that a model might give.
@@ -222,9 +220,8 @@ def main() -> None:
                 **({"bound": BOUND, "holds": bool(ratio >= BOUND)} if case.bounded else {}),
             }
         )
-    command = shlex.join(["python", "-m", "benchmarks.cpu.cutoff", *sys.argv[1:]])
     result = {
-        "environment": environment() | {"command": command},
+        "environment": environment(),
         "inputs": {
             "B": B,
             "V": V,
@@ -237,9 +234,7 @@ def main() -> None:
         "cases": cases,
     }
     report(result)
-    if args.out:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    save(args.out, result)
     if args.check and not all(entry.get("holds", True) for entry in cases):
         sys.exit("A bound is missed.")
 

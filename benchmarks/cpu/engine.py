@@ -9,12 +9,8 @@ single request gains more by drafts than a full batch. So the fastest of both ar
 """
 
 import argparse
-import datetime
-import json
 import os
 import pathlib
-import shlex
-import sys
 import time
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -23,8 +19,8 @@ import jax
 import numpy as np
 
 import specjax
-from benchmarks.cpu.verify import environment
 from benchmarks.pair.heldout import HELDOUT, read_heldout
+from benchmarks.record import environment, save
 from specjax import models
 
 TEMPERATURE, CHUNK = 0.7, 128
@@ -167,16 +163,12 @@ def main() -> None:
         low, middle, high = clocks["wall"]
         print(f"{kind}: the engine is {middle:.2f} ({low:.2f} to {high:.2f}) times as fast")
     print(f"equal texts: {equal} of {len(prompts)}")
-    if args.out is None:
-        return
-    command = shlex.join(["python", "-m", "benchmarks.cpu.engine", *sys.argv[1:]])
-    where = environment() | {"command": command, "load_average": [load_before, os.getloadavg()]}
-    where["date"] = datetime.date.today().isoformat()
+    where = environment() | {"load_average": [load_before, os.getloadavg()]}
     setting = {"K": args.k, "temperature": TEMPERATURE, "chunk": CHUNK}
     setting |= {"prompts": args.prompts, "new_tokens": args.new_tokens, "slots": args.slots}
     record = {"environment": where, "setting": setting, "equal_texts": equal}
     record |= {"seconds": seconds, "times_as_fast": ratios}
-    args.out.write_text(json.dumps(record, indent=1) + "\n")
+    save(args.out, record)
 
 
 if __name__ == "__main__":

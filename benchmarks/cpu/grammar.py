@@ -16,12 +16,11 @@ import multiprocessing
 import pathlib
 import random
 import resource
-import shlex
 import sys
 import time
 from typing import Any
 
-from benchmarks.cpu.verify import environment
+from benchmarks.record import environment, save
 
 V = 151936
 LENGTHS = (50, 255, 1000, 10**9)
@@ -105,9 +104,8 @@ def main() -> None:
                 )
                 cases.append(case)
                 print(json.dumps(case), flush=True)
-    command = shlex.join(["python", "-m", "benchmarks.cpu.grammar", *sys.argv[1:]])
     result = {
-        "environment": environment() | {"command": command},
+        "environment": environment(),
         "inputs": {"V": args.vocab_size, "schema": '{"type": "string", "maxLength": max_length}'},
         "bounds": {
             "processor_seconds": MAX_SECONDS,
@@ -116,8 +114,7 @@ def main() -> None:
         },
         "cases": cases,
     }
-    if args.out:
-        args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    save(args.out, result)
     if args.check and not all(case["holds"] for case in cases):
         sys.exit("A bound is missed.")
 

@@ -15,14 +15,12 @@ program fails after it took its operands, its engine must end all of its request
 import argparse
 import collections
 import contextlib
-import datetime
 import functools
 import gc
 import json
 import os
 import pathlib
 import resource
-import shlex
 import signal
 import sys
 import threading
@@ -36,7 +34,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import specjax
-from benchmarks.cpu.verify import environment
+from benchmarks.record import environment, save
 from specjax.engine.request import FinishReason, Request
 
 V, LENGTH, CHUNK, NUM_KINDS = 8, 64, 8, 48
@@ -431,11 +429,8 @@ def main() -> None:
     record["with_faults"] = soak(args.requests // 2, args.slots, args.seed, has_faults=True)
     record["lost"] = {name: lose(name, args.slots) for name in TAKERS}
     print(json.dumps(record, indent=1))
-    if args.out is not None:
-        command = shlex.join(["python", "-m", "benchmarks.cpu.soak", *sys.argv[1:]])
-        where = environment() | {"command": command, "load_average": os.getloadavg()}
-        where["date"] = datetime.date.today().isoformat()
-        args.out.write_text(json.dumps({"environment": where, **record}, indent=1) + "\n")
+    where = environment() | {"load_average": os.getloadavg()}
+    save(args.out, {"environment": where, **record})
     is_told = all(end == ([FinishReason.ENGINE_ERROR], mock.ANY) for end in record["lost"].values())
     if record["wrong"] or record["with_faults"]["wrong"] or not is_told:
         sys.exit(1)

@@ -4,12 +4,7 @@ python -m benchmarks.cpu.verify --out benchmarks/results/cpu_verify.json --check
 """
 
 import argparse
-import datetime
-import json
-import os
 import pathlib
-import platform
-import shlex
 import sys
 import time
 from typing import Any
@@ -28,6 +23,7 @@ from benchmarks.cpu.contenders import (
     draw_inputs,
     verify,
 )
+from benchmarks.record import environment, save
 
 SIZES = (131072, 151936)
 
@@ -69,31 +65,6 @@ def measure(sets: dict[int, list[Inputs]], rounds: int) -> dict[str, np.ndarray]
     return {
         name if size == SIZES[0] else f"{name}@{size}": np.array(seconds)
         for (name, size), seconds in times.items()
-    }
-
-
-def cpu_name() -> str:
-    """The processor's name, as the system gives it."""
-    info = pathlib.Path("/proc/cpuinfo")
-    if info.exists():
-        for line in info.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
-
-
-def environment() -> dict[str, Any]:
-    """Where and with what a figure was measured."""
-    affinity = getattr(os, "sched_getaffinity", None)
-    return {
-        "device": cpu_name(),
-        "cores": len(affinity(0)) if affinity else os.cpu_count(),
-        "python": platform.python_version(),
-        "jax": jax.__version__,
-        "jaxlib": jax.lib.__version__,
-        "numpy": np.__version__,
-        "date": datetime.date.today().isoformat(),
-        "command": shlex.join(["python", "-m", "benchmarks.cpu.verify", *sys.argv[1:]]),
     }
 
 
@@ -170,9 +141,7 @@ def main() -> None:
         "ratios": ratios,
     }
     report(result)
-    if args.out:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    save(args.out, result)
     if args.check and not all(ratio["holds"] for ratio in ratios):
         sys.exit("A bound is missed.")
 

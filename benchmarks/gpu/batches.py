@@ -8,14 +8,11 @@ The second puts lines of JSON of vLLM's whole engine next to the first's records
 the step costs by which K = "auto" chooses, and the K that they make best at some acceptance rates.
 """
 
-import argparse
 import dataclasses
 import json
 import pathlib
 import random
-import shlex
 import statistics
-import sys
 import time
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -26,7 +23,7 @@ import numpy as np
 import specjax
 from benchmarks.gpu.decode import Effort, clock, profile, speculate
 from benchmarks.gpu.heads import Setup, eagle3
-from benchmarks.gpu.verify import environment, save
+from benchmarks.record import environment, gpu_parser, parse_on_gpu, save
 
 K, LENGTH = 3, 3.0
 CONFIG = specjax.SpeculativeConfig(
@@ -219,26 +216,22 @@ def vllm_section(lines: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=pathlib.Path, help="the JSON")
+    parser = gpu_parser(__doc__)
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32, 64, 128])
     parser.add_argument("--cases", nargs="+", default=CASES[:3], choices=CASES)
     parser.add_argument("--vllm", type=pathlib.Path, help="lines of JSON of vLLM's engine, only")
-    parser.add_argument("--smoke", action="store_true", help="rehearse: tiny, on a CPU, no file")
     args = parser.parse_args()
     if args.vllm is not None:
         lines = [json.loads(line) for line in args.vllm.read_text().splitlines() if line[:1] == "{"]
-        save(args.out, "vllm", vllm_section(lines))
+        save(args.out, {"vllm": vllm_section(lines)})
         return
-    if not args.smoke and jax.default_backend() != "gpu":
-        sys.exit("JAX sees no GPU here; --smoke rehearses on a CPU.")
+    args = parse_on_gpu(parser)
     effort = Effort(16, 64, 3, 2) if args.smoke else Effort(1024, 256, 48, 5)
     setup = eagle3(args.smoke)
-    command = shlex.join(["python", "-m", "benchmarks.gpu.batches", *sys.argv[1:]])
-    section: dict[str, Any] = {"environment": environment() | {"command": command}, "cases": []}
+    section: dict[str, Any] = {"environment": environment(), "cases": []}
     for record in records(setup, args.cases, args.batch, effort, args.smoke):
         section["cases"].append(record)
-        save(None if args.smoke else args.out, "specjax", section)
+        save(args.out, {"specjax": section})
         numbers = {k: v for k, v in record.items() if isinstance(v, int | float)}
         shown = ", ".join(f"{name} {value:.4g}" for name, value in numbers.items())
         print(f"{record['case']:16} {shown}", flush=True)

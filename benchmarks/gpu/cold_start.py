@@ -11,7 +11,6 @@ import dataclasses
 import json
 import os
 import pathlib
-import shlex
 import subprocess
 import sys
 import tempfile
@@ -23,7 +22,7 @@ import numpy as np
 
 import specjax
 from benchmarks.gpu.decode import DRAFT, SMALL, TARGET, K
-from benchmarks.gpu.verify import environment, save
+from benchmarks.record import environment, save
 from specjax.models import build
 
 CASES = ("drafts by a model", "plain")
@@ -112,7 +111,6 @@ def main() -> None:
     if args.case:
         print(json.dumps(first_calls(args.case, args.smoke)))
         return
-    command = shlex.join(["python", "-m", "benchmarks.gpu.cold_start", *sys.argv[1:]])
     records = []
     for case in CASES:
         with tempfile.TemporaryDirectory() as cache:
@@ -125,8 +123,8 @@ def main() -> None:
                     compiled = f"{figures['num_compilations']} compiled"
                     print(f"{case}, cache {kept}, {name}: {seconds} s, {compiled}", flush=True)
     # Last: the processes need the GPU's memory, which this one would take.
-    section = {"environment": environment() | {"command": command}, "K": K, "B": 1}
-    save(None if args.smoke else args.out, "cold start", section | {"cases": records})
+    section = {"environment": environment(), "K": K, "B": 1}
+    save(None if args.smoke else args.out, {"cold start": section | {"cases": records}})
 
 
 if __name__ == "__main__":

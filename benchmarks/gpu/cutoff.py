@@ -3,11 +3,6 @@
 python -m benchmarks.gpu.cutoff --out benchmarks/results/h200_cutoff.json
 """
 
-import argparse
-import json
-import pathlib
-import shlex
-import sys
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -17,7 +12,7 @@ import jax.numpy as jnp
 import specjax
 from benchmarks.gpu.inputs import BYTES_PER_US, Shape, draw_ranked_rows, draw_rows, num_sets
 from benchmarks.gpu.loop import Lowered, compile_all, lower_loop, time_loop
-from benchmarks.gpu.verify import environment
+from benchmarks.record import environment, gpu_parser, parse_on_gpu, save
 
 
 class Case(NamedTuple):
@@ -170,16 +165,9 @@ def describe(case: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=pathlib.Path, help="the JSON")
-    parser.add_argument("--smoke", action="store_true", help="rehearse: tiny, on a CPU, no file")
-    args = parser.parse_args()
-    if not args.smoke and jax.default_backend() != "gpu":
-        sys.exit("JAX sees no GPU here; --smoke rehearses on a CPU.")
-    where = environment() | {
-        "command": shlex.join(["python", "-m", "benchmarks.gpu.cutoff", *sys.argv[1:]])
-    }
-    record: dict[str, Any] = {"environment": where, "cases": []}
+    parser = gpu_parser(__doc__)
+    args = parse_on_gpu(parser)
+    record: dict[str, Any] = {"environment": environment(), "cases": []}
     sizes = [(shape, list(CASES)) for shape in SHAPES] + [(shape, FEW) for shape in MORE]
     calls, runs = CALLS, RUNS
     if args.smoke:
@@ -188,11 +176,7 @@ def main() -> None:
         for case in measure(shape, names, calls, runs):
             record["cases"].append(case)
             print(describe(case), flush=True)
-        if args.out and not args.smoke:
-            args.out.parent.mkdir(parents=True, exist_ok=True)
-            # What another program has added stays.
-            there = json.loads(args.out.read_text()) if args.out.exists() else {}
-            args.out.write_text(json.dumps(there | record, indent=1) + "\n", encoding="utf-8")
+        save(args.out, record)
 
 
 if __name__ == "__main__":

@@ -3,14 +3,10 @@
 python -m benchmarks.gpu.decode --out benchmarks/results/h200_decode.json
 """
 
-import argparse
 import collections
 import dataclasses
 import functools
 import itertools
-import pathlib
-import shlex
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
@@ -21,7 +17,7 @@ import jax.numpy as jnp
 import specjax
 from benchmarks.gpu.inputs import BYTES_PER_US
 from benchmarks.gpu.loop import Event, Loop, kernel_times, split_runs, trace
-from benchmarks.gpu.verify import environment, save
+from benchmarks.record import environment, gpu_parser, parse_on_gpu, save
 from benchmarks.spread import spread
 from specjax.models import TransformerConfig, build
 from specjax.models.decoder.rope import RopeScaling
@@ -259,13 +255,9 @@ def describe(record: dict[str, Any], floors: dict[str, float]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=pathlib.Path, help="the JSON; other batch sizes stay")
+    parser = gpu_parser(__doc__)
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8], help="batch sizes")
-    parser.add_argument("--smoke", action="store_true", help="rehearse: tiny, on a CPU, no file")
-    args = parser.parse_args()
-    if not args.smoke and jax.default_backend() != "gpu":
-        sys.exit("JAX sees no GPU here; --smoke rehearses on a CPU.")
+    args = parse_on_gpu(parser)
     sizes, effort = (TARGET, DRAFT), Effort()
     if args.smoke:
         sizes = tuple(dataclasses.replace(config, **SMALL) for config in sizes)
@@ -279,17 +271,16 @@ def main() -> None:
         "plain step": one,
         "speculative step": one + K * small,
     }
-    command = shlex.join(["python", "-m", "benchmarks.gpu.decode", *sys.argv[1:]])
     kept: list[Any] = []
     for batch in args.batch:
         section: dict[str, Any] = {
-            "environment": environment() | {"command": command},
+            "environment": environment(),
             "read_ms": {"target": one, "draft": small},
             "cases": [],
         }
         for record in measure(cases(target, draft, batch, effort), batch, effort, kept):
             section["cases"].append(record)
-            save(None if args.smoke else args.out, f"B = {batch}", section)
+            save(args.out, {f"B = {batch}": section})
             print(describe(record, floors), flush=True)
 
 

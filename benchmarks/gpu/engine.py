@@ -6,11 +6,7 @@ Options name a part, such as `--cases full --slots 64 --section engine_64`, whic
 others in the file.
 """
 
-import argparse
 import dataclasses
-import pathlib
-import shlex
-import sys
 import time
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -21,7 +17,7 @@ import numpy as np
 import specjax
 from benchmarks.gpu.decode import DRAFT, LENGTH, SMALL, TARGET, K, read_ms
 from benchmarks.gpu.engine_bound import bare_step_ms, bound_seconds, fill, measure_times
-from benchmarks.gpu.verify import environment, save
+from benchmarks.record import environment, gpu_parser, parse_on_gpu, save
 from specjax.models import build
 
 
@@ -222,17 +218,13 @@ def measure(pair: Pair, effort: Effort, cases: list[str]) -> Iterator[dict[str, 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=pathlib.Path, help="the JSON")
+    parser = gpu_parser(__doc__)
     parser.add_argument("--cases", nargs="+", choices=CASES, default=CASES)
     parser.add_argument("--slots", type=int, nargs="+", help="that are kept full")
     parser.add_argument("--queue-slots", type=int, help="of the queue and the late prompt")
     parser.add_argument("--chunk", type=int, help="tokens of a prompt that are read at once")
     parser.add_argument("--section", default="engine", help="of the JSON")
-    parser.add_argument("--smoke", action="store_true", help="rehearse: tiny, on a CPU, no file")
-    args = parser.parse_args()
-    if not args.smoke and jax.default_backend() != "gpu":
-        sys.exit("JAX sees no GPU here; --smoke rehearses on a CPU.")
+    args = parse_on_gpu(parser)
     sizes, effort = (TARGET, DRAFT), REHEARSAL if args.smoke else Effort()
     asked = {"slots": args.slots, "queue_slots": args.queue_slots, "chunk": args.chunk}
     effort = effort._replace(**{name: value for name, value in asked.items() if value})
@@ -245,13 +237,15 @@ def main() -> None:
         synthetic_acceptance_length=LENGTH,
     )
     floor = read_ms(target, sizes[0]) + K * read_ms(draft, sizes[1])
-    command = shlex.join(["python", "-m", "benchmarks.gpu.engine", *sys.argv[1:]])
-    where = environment() | {"command": command}
-    section: dict[str, Any] = {"environment": where, "read_ms_per_step": floor, "cases": []}
+    section: dict[str, Any] = {
+        "environment": environment(),
+        "read_ms_per_step": floor,
+        "cases": [],
+    }
     pair = Pair(target, specjax.model_drafter(draft), config)
     for record in measure(pair, effort, args.cases):
         section["cases"].append(record)
-        save(None if args.smoke else args.out, args.section, section)
+        save(args.out, {args.section: section})
         shown = {k: round(v, 3) if isinstance(v, float) else v for k, v in record.items()}
         print(" ".join(f"{k}={v}" for k, v in shown.items()), flush=True)
 

@@ -3,11 +3,6 @@
 python -m benchmarks.gpu.filtered --out benchmarks/results/h200_cutoff.json
 """
 
-import argparse
-import json
-import pathlib
-import shlex
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,7 +13,7 @@ import specjax
 from benchmarks.gpu.cutoff import CASES, asked, kernels
 from benchmarks.gpu.inputs import Inputs, Shape, draw_keys, draw_sets, draw_tokens, num_sets
 from benchmarks.gpu.loop import Lowered, compile_all, lower_loop, time_loop
-from benchmarks.gpu.verify import environment
+from benchmarks.record import environment, gpu_parser, parse_on_gpu, save
 
 SHAPE, TEMPERATURE = Shape(64, 5, 131072, "bfloat16"), 0.7
 CALLS, RUNS = 288, 5
@@ -89,18 +84,11 @@ def measure(shape: Shape, calls: int, runs: int) -> Iterator[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=pathlib.Path, help="the JSON")
-    parser.add_argument("--smoke", action="store_true", help="rehearse: tiny, on a CPU, no file")
-    args = parser.parse_args()
-    if not args.smoke and jax.default_backend() != "gpu":
-        sys.exit("JAX sees no GPU here; --smoke rehearses on a CPU.")
+    parser = gpu_parser(__doc__)
+    args = parse_on_gpu(parser)
     shape = Shape(2, 1, 300, "bfloat16") if args.smoke else SHAPE
     calls, runs = (1, 1) if args.smoke else (CALLS, RUNS)
-    where = environment() | {
-        "command": shlex.join(["python", "-m", "benchmarks.gpu.filtered", *sys.argv[1:]])
-    }
-    section: dict[str, Any] = {"environment": where, "cases": []}
+    section: dict[str, Any] = {"environment": environment(), "cases": []}
     for case in measure(shape, calls, runs):
         section["cases"].append(case)
         print(
@@ -109,12 +97,7 @@ def main() -> None:
             {name: round(kernel["us"], 2) for name, kernel in case["kernels"].items()},
             flush=True,
         )
-    if args.out and not args.smoke:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        # What other programs have measured stays.
-        there = json.loads(args.out.read_text()) if args.out.exists() else {}
-        there["verification"] = section
-        args.out.write_text(json.dumps(there, indent=1) + "\n", encoding="utf-8")
+    save(args.out, {"verification": section})
 
 
 if __name__ == "__main__":

@@ -6,11 +6,7 @@ Microseconds are of an iteration of a loop: the product and the small kernels th
 next. Two matrices take turns, which together are beyond the L2.
 """
 
-import argparse
-import pathlib
-import shlex
 import statistics
-import sys
 import time
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -20,7 +16,7 @@ import jax.numpy as jnp
 
 from benchmarks.gpu.inputs import BYTES_PER_US
 from benchmarks.gpu.loop import Lowered, compile_all
-from benchmarks.gpu.verify import environment, save
+from benchmarks.record import environment, gpu_parser, parse_on_gpu, save
 from specjax.models.decoder.pallas.matmul import split_k_matmul
 from specjax.models.decoder.pallas.tilings import MatmulTiling, matmul_tiling
 
@@ -113,14 +109,9 @@ def measure(product: Product, smoke: bool) -> Iterator[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=pathlib.Path, help="the JSON")
-    parser.add_argument("--smoke", action="store_true", help="rehearse: tiny, on a CPU, no file")
-    args = parser.parse_args()
-    if not args.smoke and jax.default_backend() != "gpu":
-        sys.exit("JAX sees no GPU here; --smoke rehearses on a CPU.")
-    command = shlex.join(["python", "-m", "benchmarks.gpu.head_tiles", *sys.argv[1:]])
-    section: dict[str, Any] = {"environment": environment() | {"command": command}, "cases": []}
+    parser = gpu_parser(__doc__)
+    args = parse_on_gpu(parser)
+    section: dict[str, Any] = {"environment": environment(), "cases": []}
     products = [Product("qkv", 1, 256, 128)] if args.smoke else PRODUCTS
     for product in products:
         for record in measure(product, args.smoke):
@@ -128,7 +119,7 @@ def main() -> None:
             name = f"{product.name} {product.rows}x{product.size}x{product.width}"
             line = f"{name:20} {record['case']:28} {record['median_us']:8.1f} us"
             print(f"{line}  bytes {record['read_us']:.1f}", flush=True)
-        save(None if args.smoke else args.out, "head products", section)
+        save(args.out, {"head products": section})
 
 
 if __name__ == "__main__":

@@ -5,9 +5,6 @@ python -m benchmarks.gpu.heads --out benchmarks/results/h200_heads.json
 
 import argparse
 import dataclasses
-import pathlib
-import shlex
-import sys
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -27,7 +24,7 @@ from benchmarks.gpu.decode import (
     speculate,
 )
 from benchmarks.gpu.inputs import BYTES_PER_US
-from benchmarks.gpu.verify import environment, save
+from benchmarks.record import environment, gpu_parser, parse_on_gpu, save
 from specjax.models import (
     DFlashConfig,
     Eagle3Config,
@@ -205,8 +202,7 @@ def cases(setup: Setup, step: Step, effort: Effort) -> Iterator[tuple[str, Timed
 def run(name: str, effort: Effort, args: argparse.Namespace, kept: list[Any]) -> None:
     """Measures one kind of head, and saves after every case."""
     setup = HEADS[name](args.smoke)
-    command = shlex.join(["python", "-m", "benchmarks.gpu.heads", *sys.argv[1:]])
-    section: dict[str, Any] = {"environment": environment() | {"command": command}, "cases": []}
+    section: dict[str, Any] = {"environment": environment(), "cases": []}
     for step in setup.steps:
         if step.batch not in args.batch:
             continue
@@ -218,19 +214,15 @@ def run(name: str, effort: Effort, args: argparse.Namespace, kept: list[Any]) ->
                 length = step.length
                 record |= {"length": length, "tokens_per_s": 1e3 * length / record["median_ms"]}
             section["cases"].append(record)
-            save(None if args.smoke else args.out, name, section)
+            save(args.out, {name: section})
             print(describe(record, {case: read}), flush=True)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=pathlib.Path, help="the JSON; other heads stay")
+    parser = gpu_parser(__doc__)
     parser.add_argument("--head", nargs="+", choices=HEADS, default=list(HEADS))
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8], help="batch sizes")
-    parser.add_argument("--smoke", action="store_true", help="rehearse: tiny, on a CPU, no file")
-    args = parser.parse_args()
-    if not args.smoke and jax.default_backend() != "gpu":
-        sys.exit("JAX sees no GPU here; --smoke rehearses on a CPU.")
+    args = parse_on_gpu(parser)
     effort = Effort(context=16, room=64, iterations=3, runs=2) if args.smoke else Effort()
     kept: list[Any] = []
     for name in args.head:

@@ -6,13 +6,8 @@ A step of 64 requests of an 8B model takes about 15 ms; the bound of kept sets i
 host's part is not measured here: the ids of a step are copied while the next step runs.
 """
 
-import argparse
-import datetime
 import json
-import pathlib
-import shlex
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -22,10 +17,11 @@ import jax.numpy as jnp
 
 import specjax
 from benchmarks.gpu.inputs import Shape, draw_logits, num_sets
+from benchmarks.record import environment, gpu_parser, parse_on_gpu, save
 from specjax.processing.kept_tokens import list_kept
 
 STEP_US, TEMPERATURE = 15_000, 0.9
-FULL, QUICK = Shape(64, 3, 128256, "bfloat16", "zipf"), Shape(2, 2, 300, "bfloat16", "zipf")
+FULL, SMALL = Shape(64, 3, 128256, "bfloat16", "zipf"), Shape(2, 2, 300, "bfloat16", "zipf")
 FILTERS = {"top_k 50": {"top_k": 50}, "top_p 0.95": {"top_p": 0.95}}
 
 Step = Callable[[jax.Array, jax.Array], Any]
@@ -109,32 +105,21 @@ def measure(shape: Shape, max_kept: int, num_runs: int) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=pathlib.Path, help="the JSON; it is printed, too")
+    parser = gpu_parser(__doc__)
     parser.add_argument("--max-kept", type=int, default=256, help="ids of a set")
     parser.add_argument("--num-runs", type=int, default=20)
-    parser.add_argument(
-        "--quick", "--smoke", action="store_true", help="rehearse: tiny, on any device"
-    )
-    args = parser.parse_args()
-    if not args.quick and jax.default_backend() != "gpu":
-        sys.exit("JAX sees no GPU here; --quick rehearses on a CPU.")
-    shape = QUICK if args.quick else FULL
+    args = parse_on_gpu(parser)
+    shape = SMALL if args.smoke else FULL
     max_kept = min(args.max_kept, shape.V)
     result = {
-        "device": jax.devices()[0].device_kind,
-        "jax": jax.__version__,
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": shlex.join(["python", "-m", "benchmarks.gpu.kept_tokens", *sys.argv[1:]]),
+        **environment(),
         **shape._asdict(),
         "max_kept": max_kept,
         "step_us": STEP_US,
-        "cases": measure(shape, max_kept, 2 if args.quick else args.num_runs),
+        "cases": measure(shape, max_kept, 2 if args.smoke else args.num_runs),
     }
     print(json.dumps(result))
-    if args.out is not None:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    save(args.out, result)
 
 
 if __name__ == "__main__":

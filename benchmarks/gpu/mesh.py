@@ -3,13 +3,9 @@
 python -m benchmarks.gpu.mesh --out benchmarks/results/h200_mesh.json
 """
 
-import argparse
 import dataclasses
 import functools
 import os
-import pathlib
-import shlex
-import sys
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -20,7 +16,7 @@ import specjax
 from benchmarks.gpu.decode import DRAFT, SMALL, TARGET, Effort, Timed, clock, forward, speculate
 from benchmarks.gpu.inputs import BYTES_PER_US
 from benchmarks.gpu.loop import Loop, kernel_times, trace
-from benchmarks.gpu.verify import environment, save
+from benchmarks.record import environment, gpu_parser, parse_on_gpu, save
 from specjax.devices.placement import Placement, parse_mesh
 from specjax.models import TransformerConfig, build
 from specjax.models.sharding import sharded_model, share_shapes
@@ -147,26 +143,18 @@ def describe(record: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=pathlib.Path, help="the JSON; other sections stay")
+    parser = gpu_parser(__doc__)
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8], help="batch sizes")
     parser.add_argument("--devices", type=int, default=2, help="GPUs of the mesh")
     names = ["sums", "one", "pair", "large"]
     parser.add_argument("--cases", nargs="+", default=names, choices=names)
-    parser.add_argument("--smoke", action="store_true", help="rehearse: tiny, on a CPU, no file")
-    args = parser.parse_args()
-    if not args.smoke and jax.default_backend() != "gpu":
-        sys.exit("JAX sees no GPU here; --smoke rehearses on a CPU.")
+    args = parse_on_gpu(parser)
     sizes, effort = Sizes(), Effort()
     if args.smoke:
         sizes = Sizes(*(dataclasses.replace(config, **SMALL) for config in sizes))
         effort = Effort(context=16, room=64, iterations=3, runs=2)
     section: dict[str, Any] = {
-        "environment": environment()
-        | {
-            "command": shlex.join(["python", "-m", "benchmarks.gpu.mesh", *sys.argv[1:]]),
-            "xla_flags": os.environ.get("XLA_FLAGS", ""),
-        },
+        "environment": environment() | {"xla_flags": os.environ.get("XLA_FLAGS", "")},
         "bytes_per_us": BYTES_PER_US,
         "cases": [],
     }
@@ -179,7 +167,7 @@ def main() -> None:
         if jax.default_backend() == "gpu":
             record["profile"] = profile(timed, devices)
         section["cases"].append(record)
-        save(None if args.smoke else args.out, " ".join(args.cases), section)
+        save(args.out, {" ".join(args.cases): section})
         print(describe(record), flush=True)
         # It holds the weights, which go before the next are made.
         del timed

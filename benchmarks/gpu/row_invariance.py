@@ -5,12 +5,8 @@ python -m benchmarks.gpu.row_invariance --out benchmarks/results/h100_row_invari
 Four layers of Llama 3.1 8B with random weights. Times are scaled to 32 layers, without the head.
 """
 
-import argparse
 import dataclasses
 import functools
-import pathlib
-import shlex
-import sys
 import time
 from typing import Any
 
@@ -18,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks.gpu.decode import TARGET
-from benchmarks.gpu.verify import environment, save
+from benchmarks.record import environment, gpu_parser, parse_on_gpu, save
 from specjax.models import TransformerConfig, build
 from specjax.types import Model
 
@@ -55,14 +51,9 @@ def milliseconds(model: Model, shape: tuple[int, int, int], num_slots: int) -> f
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=pathlib.Path, help="the JSON")
-    parser.add_argument("--smoke", action="store_true", help="rehearse: tiny, on a CPU, no file")
-    args = parser.parse_args()
-    if not args.smoke and jax.default_backend() != "gpu":
-        sys.exit("JAX sees no GPU here; --smoke rehearses on a CPU.")
-    command = shlex.join(["python", "-m", "benchmarks.gpu.row_invariance", *sys.argv[1:]])
-    section: dict[str, Any] = {"environment": environment() | {"command": command}, "cases": []}
+    parser = gpu_parser(__doc__)
+    args = parse_on_gpu(parser)
+    section: dict[str, Any] = {"environment": environment(), "cases": []}
     config = SMOKE if args.smoke else dataclasses.replace(TARGET, num_hidden_layers=LAYERS)
     default = build(config)
     invariant = build(config, default.params, row_invariant=True)
@@ -73,7 +64,7 @@ def main() -> None:
         record = dict(zip(("B", "T", "position"), shape, strict=True))
         record |= {"default_ms": one, "row_invariant_ms": other, "ratio": other / one}
         section["cases"].append(record)
-        save(None if args.smoke else args.out, "row_invariance", section)
+        save(args.out, {"row_invariance": section})
         name = f"B={shape[0]} T={shape[1]} at {shape[2]}"
         print(
             f"{name:20} {one:.2f} ms, row-invariant {other:.2f} ms, {other / one:.3f}", flush=True

@@ -5,10 +5,8 @@ python -m benchmarks.gpu.split --out benchmarks/results/h200_split.json
 
 import argparse
 import functools
-import json
 import os
 import pathlib
-import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -23,7 +21,7 @@ import specjax
 from benchmarks.gpu.inputs import Shape, draw_keys, draw_rows, draw_sets, num_sets, with_tokens
 from benchmarks.gpu.loop import Lowered, compile_all, lower_loop, time_loop
 from benchmarks.gpu.messages import AXIS, EXCHANGES, exchange
-from benchmarks.gpu.verify import environment
+from benchmarks.record import environment, save
 from specjax import rules
 from specjax.implementation import Implementation
 from specjax.pallas.kernel_config import KernelConfig, Tile
@@ -264,11 +262,9 @@ def main() -> None:
         sizes = KernelConfig(residual=Tile(*args.residual))
         effort = effort._replace(split_kernels=Implementation(effort.kernels, (sizes,)))
     options = dict(each.split("=", 1) for each in args.xla)
-    start, command = time.perf_counter(), ["python", "-m", "benchmarks.gpu.split", *sys.argv[1:]]
+    start, flags = time.perf_counter(), os.environ.get("XLA_FLAGS", "")
     section: dict[str, Any] = {
-        "environment": environment()
-        | {"command": shlex.join(command), "devices": mesh.size}
-        | {"xla_flags": os.environ.get("XLA_FLAGS", "")},
+        "environment": environment() | {"devices": mesh.size, "xla_flags": flags},
         "cases": [],
     }
     for shape in shapes:
@@ -276,9 +272,7 @@ def main() -> None:
             section["cases"].append(record)
             section["seconds"] = round(time.perf_counter() - start, 1)
             print(describe(record), flush=True)
-            if args.out and not args.smoke:
-                args.out.parent.mkdir(parents=True, exist_ok=True)
-                args.out.write_text(json.dumps(section, indent=1) + "\n", encoding="utf-8")
+            save(None if args.smoke else args.out, section)
     if any("error" in record for record in section["cases"]):
         sys.exit("A case failed.")
 

@@ -3,24 +3,16 @@
 python -m benchmarks.gpu.verify --out benchmarks/results/h200.json
 """
 
-import argparse
-import datetime
-import json
 import pathlib
-import platform
-import shlex
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from typing import Any
 
-import jax
-import numpy as np
-
 from benchmarks.gpu.calls import REHEARSAL, Effort, measure_shape
 from benchmarks.gpu.inputs import BYTES_PER_US, Shape
 from benchmarks.gpu.tile_sizes import sweep
+from benchmarks.record import environment, gpu_parser, parse_on_gpu, save
 
 K, V, DTYPE = 5, 131072, "bfloat16"
 VERIFY = [
@@ -70,29 +62,6 @@ SMALL: list[Work] = [
 SECTIONS = ("main", "xla", "more", "tiles")
 
 
-def driver() -> str:
-    """The driver's version, empty where nvidia-smi does not say."""
-    ask = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        return subprocess.run(ask, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return ""
-
-
-def environment() -> dict[str, Any]:
-    """Where, when and with what a section was measured."""
-    return {
-        "device": jax.devices()[0].device_kind,
-        "driver": driver(),
-        "python": platform.python_version(),
-        "jax": jax.__version__,
-        "jaxlib": jax.lib.__version__,
-        "numpy": np.__version__,
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": shlex.join(["python", "-m", "benchmarks.gpu.verify", *sys.argv[1:]]),
-    }
-
-
 def measure(work: list[Work], effort: Effort) -> Iterator[dict[str, Any]]:
     """A record of each case of each shape; one shape's inputs go before the next's are made."""
     for shape, names, kinds in work:
@@ -112,16 +81,6 @@ def describe(record: dict[str, Any]) -> str:
     return line if accepted is None else line + f"  accepted {accepted:.2f}"
 
 
-def save(out: pathlib.Path | None, name: str, section: dict[str, Any]) -> None:
-    """Puts a section into the file, next to those that are there."""
-    if out is None:
-        return
-    result = json.loads(out.read_text(encoding="utf-8")) if out.exists() else {}
-    out.parent.mkdir(parents=True, exist_ok=True)
-    result[name] = section
-    out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-
-
 def run_section(
     name: str, records: Iterator[dict[str, Any]], out: pathlib.Path | None
 ) -> list[dict[str, Any]]:
@@ -131,22 +90,17 @@ def run_section(
     for record in records:
         section["cases"].append(record)
         section["seconds"] = round(time.perf_counter() - start, 1)
-        save(out, name, section)
+        save(out, {name: section})
         print(f"{section['seconds']:6.1f} s  {describe(record)}", flush=True)
     return section["cases"]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=pathlib.Path, help="the JSON; other sections there are kept")
+    parser = gpu_parser(__doc__)
     parser.add_argument("--only", choices=SECTIONS, help="one section of four")
     parser.add_argument("--seconds", type=float, default=90, help="stop the sweep of tiles then")
-    parser.add_argument("--smoke", action="store_true", help="rehearse: tiny, on a CPU, no file")
-    args = parser.parse_args()
-    if not args.smoke and jax.default_backend() != "gpu":
-        sys.exit("JAX sees no GPU here; --smoke rehearses on a CPU.")
+    args = parse_on_gpu(parser)
     effort = REHEARSAL if args.smoke else Effort()
-    out = None if args.smoke else args.out
     shapes = {"main": MAIN, "xla": PLAIN, "more": MORE}
     if args.smoke:
         shapes = {"main": SMALL[:1], "xla": SMALL[1:2], "more": SMALL[2:]}
@@ -158,7 +112,7 @@ def main() -> None:
                 if name == "tiles"
                 else measure(shapes[name], effort)
             )
-            records += run_section(name, source, out)
+            records += run_section(name, source, args.out)
     print("\nmicroseconds per call, median (quartiles) of the device; rows that decide at 4.3 TB/s")
     for record in records:
         print(f"{describe(record)}  {record.get('tiles', '')}")

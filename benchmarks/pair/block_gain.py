@@ -19,8 +19,6 @@ import functools
 import json
 import math
 import pathlib
-import shlex
-import sys
 from typing import Any
 
 import jax
@@ -28,8 +26,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import specjax
-from benchmarks.cpu.verify import environment
 from benchmarks.pair.heldout import HELDOUT, Pair, batches, logits_of, read_pair
+from benchmarks.record import environment, save
 from specjax.models import pretrained_folder
 
 METHODS = ("standard", "block")
@@ -212,15 +210,12 @@ def main() -> None:
         for k in args.counted:
             sums = counted(pair, prompts[some], temperature, k, args)
             note("counted", temperature, k, sums, files[some])
-    command = shlex.join(["python", "-m", "benchmarks.pair.block_gain", *sys.argv[1:]])
     names = ("prompts", "context", "new_tokens", "seed")
     inputs = {name: getattr(args, name) for name in names}
     inputs |= {"files": int(files.max()) + 1, "texts": len(files), "counted_texts": len(some)}
-    where = environment() | {"command": command}
+    where = environment()
     result = {"environment": where, "inputs": inputs, **sections}
-    if args.out:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    save(args.out, result)
 
 
 if __name__ == "__main__":

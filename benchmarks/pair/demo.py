@@ -15,11 +15,10 @@ import pathlib
 import re
 import shlex
 import statistics
-import sys
 from typing import Any
 
-from benchmarks.cpu.verify import environment
 from benchmarks.pair.text_quality import distinct_share, unfinished_lines
+from benchmarks.record import environment
 from specjax.cli import main as specjax_command
 from specjax.file_io import replace_file
 
@@ -102,9 +101,8 @@ def main() -> None:
     records = measure(args.seeds, args.repeats)
     print(describe(records))
     if args.out is not None:
-        command = shlex.join(["python", "-m", "benchmarks.pair.demo", *sys.argv[1:]])
         result = {
-            "environment": environment() | {"command": command},
+            "environment": environment(),
             "demo": shlex.join(["specjax", *demo_arguments()]).replace(f"{ROOT}/", ""),
             "prompt": (ROOT / "examples" / "prompt.txt").read_text(encoding="utf-8"),
             "cases": records,

@@ -16,8 +16,6 @@ import dataclasses
 import json
 import os
 import pathlib
-import shlex
-import sys
 import time
 from typing import Any, NamedTuple
 
@@ -26,8 +24,7 @@ import numpy as np
 
 import specjax
 from benchmarks.cpu.engine import CHUNK, LONGEST, read_prompts
-from benchmarks.cpu.verify import environment
-from benchmarks.gpu.verify import environment as gpu_environment
+from benchmarks.record import environment, save
 from specjax import models
 
 MAX_NEW, TEMPERATURES = 96, (0.0, 0.7, 1.2)
@@ -189,8 +186,7 @@ def main() -> None:
     args = parser.parse_args()
     target, _ = models.load(models.pretrained_folder("target"))
     pair = target, models.load_drafter(models.pretrained_folder(args.draft), target)
-    where = environment() if jax.default_backend() == "cpu" else gpu_environment()
-    where["command"] = shlex.join(["python", "-m", "benchmarks.pair.engine_k", *sys.argv[1:]])
+    where = environment()
     where["load_average"] = os.getloadavg()
     setting = {"draft": args.draft, "prompts": args.prompts, "chunk": CHUNK, "most": args.most}
     setting |= {"temperatures": TEMPERATURES, "most_new_tokens": MAX_NEW}
@@ -200,8 +196,7 @@ def main() -> None:
         record = measure(pair, num_slots, args.most, load, args.rounds)
         whole["runs"].append(record)
         print(json.dumps({name: x for name, x in record.items() if name != "seconds"}, indent=1))
-        if args.out is not None:
-            args.out.write_text(json.dumps(whole, indent=1) + "\n")
+        save(args.out, whole)
 
 
 if __name__ == "__main__":

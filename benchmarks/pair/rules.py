@@ -12,8 +12,6 @@ import functools
 import json
 import math
 import pathlib
-import shlex
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -22,9 +20,9 @@ import jax.numpy as jnp
 import numpy as np
 
 import specjax
-from benchmarks.cpu.verify import environment
 from benchmarks.pair.acceptance import contexts
 from benchmarks.pair.heldout import HELDOUT, batches, logits_of, read_pair
+from benchmarks.record import environment, save
 from specjax.models import pretrained_folder
 from specjax.theory.coupling import match_probability
 
@@ -141,17 +139,14 @@ def main() -> None:
             record |= {what: float(of_file[:, column].mean()), f"{what}_error": float(error)}
         cases.append(record)
         print(json.dumps(record), flush=True)
-    command = shlex.join(["python", "-m", "benchmarks.pair.rules", *sys.argv[1:]])
     inputs = {"temperature": args.temperature, "files": len(ids), "context": args.context}
     inputs |= {"positions": args.positions, "coupled_stride": args.coupled_stride}
     result = {
-        "environment": environment() | {"command": command},
+        "environment": environment(),
         "inputs": inputs,
         "cases": cases,
     }
-    if args.out:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    save(args.out, result)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ import json
 import pathlib
 import random
 import re
-import shlex
 import subprocess
 import sys
 import tempfile
@@ -28,7 +27,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from benchmarks.cpu.verify import environment
+from benchmarks.record import environment, save
 from benchmarks.serve.clients import request_of
 from specjax import models
 
@@ -215,13 +214,11 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=32)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    command = shlex.join(["python", "-m", "benchmarks.serve.soak", *sys.argv[1:]])
     with tempfile.TemporaryDirectory() as name, server(pathlib.Path(name, "small")) as (port, pid):
         record = asyncio.run(measure(port, pid, args))
-    record = {"environment": environment() | {"command": command}} | record
+    record = {"environment": environment()} | record
     print(json.dumps(record, indent=1))
-    if args.out is not None:
-        args.out.write_text(json.dumps(record, indent=1) + "\n")
+    save(args.out, record)
     if found := faults(record):
         sys.exit(f"wrong: {', '.join(found)}")
 

@@ -17,7 +17,6 @@ import argparse
 import asyncio
 import json
 import pathlib
-import shlex
 import socket
 import statistics
 import subprocess
@@ -34,7 +33,7 @@ from tokenizers import decoders, models
 import specjax
 from benchmarks.gpu.batches import CONFIG
 from benchmarks.gpu.heads import Setup, eagle3
-from benchmarks.gpu.verify import environment, save
+from benchmarks.record import environment, save
 from specjax.contrib.serve.app import make_app
 from specjax.contrib.serve.codec import Codec
 from specjax.contrib.serve.limits import Limits
@@ -179,13 +178,12 @@ def main() -> None:
     load = QUICK if args.quick else Load()
     load = load if args.clients is None else load._replace(num_clients=args.clients)
     setup = eagle3(args.quick)
-    command = shlex.join(["python", "-m", "benchmarks.serve.throughput", *sys.argv[1:]])
-    section: dict[str, Any] = {"environment": environment() | {"command": command}, "cases": []}
+    section: dict[str, Any] = {"environment": environment(), "cases": []}
     for name in args.engines:
         for chunk_ms in args.chunk_ms:
             record = measure(setup, load, name, 1e-3 * chunk_ms)
             section["cases"].append(record)
-            save(args.out, "serve", section)
+            save(args.out, {"serve": section})
             rates = [record[part]["tokens_per_s"] for part in ("engine", "server")]
             print(
                 f"{name:15} {chunk_ms:3g} ms: {rates[0]:.0f} and {rates[1]:.0f} tokens/s, ratios "

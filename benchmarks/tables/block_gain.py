@@ -39,7 +39,7 @@ def block_gain_table(result: dict[str, Any]) -> str:
     for record in result["counted"]:
         name = f"K = {record['K']}, T = {record['temperature']:g}"
         lines.append(f"| {name} | {_cells(record)} |")
-    place = f"{where['device']}, {where['cores']} cores, jax {where['jax']}, {where['date']}"
+    place = f"{where['device']}, {where['cores']} cores, jax {where['jax']}, {where['date'][:10]}"
     return "\n".join([*lines, "", f"{place}: `{where['command']}`"])
 
 

@@ -69,7 +69,7 @@ def cpu_table(result: dict[str, Any]) -> str:
         *rows,
         "",
         f"{where['device']}, {where['cores']} cores, jax {where['jax']}, Python "
-        f"{where['python']}, {where['date']}: `{where['command']}`",
+        f"{where['python']}, {where['date'][:10]}: `{where['command']}`",
     ]
     return "\n".join(lines)
 

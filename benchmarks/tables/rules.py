@@ -24,7 +24,7 @@ def rules_table(result: dict[str, Any]) -> str:
         exact = case["total_variation"] < 1e-6  # What float32 leaves of 0.
         variation = "0" if exact else _cell(case, "total_variation")
         lines.append(f"| `{case['rule']}` | {_cell(case, 'acceptance')} | {variation} |")
-    place = f"{where['device']}, {where['cores']} cores, jax {where['jax']}, {where['date']}"
+    place = f"{where['device']}, {where['cores']} cores, jax {where['jax']}, {where['date'][:10]}"
     return "\n".join([*lines, "", f"{place}: `{where['command']}`"])
 
 
