@@ -49,6 +49,7 @@ __all__ = [
     "kernel_choice",
     "kv_tiling",
     "matmul",
+    "matmul_table",
     "num_xla_parts",
     "product_tiling",
 ]
@@ -230,6 +231,20 @@ def matmul(
         return jnp.matmul(x, matrix, preferred_element_type=dtype)[None]
     pdl = next_is_kernel and choice.supports_pdl
     return split_k_matmul(x, matrix, tiling=tiling, pdl=pdl, interpret=choice.interpret)
+
+
+def matmul_table(x: jax.Array, table: jax.Array, choice: KernelChoice) -> jax.Array:
+    """Returns the product of [B, T, E] with the transpose of a table as parts [Q, B, T, V].
+
+    Args:
+      x: rows, of which none may depend on another.
+      table: [V, E], of an output layer.
+      choice: of the kernels.
+    """
+    tiling = product_tiling(x, jax.ShapeDtypeStruct(table.shape[::-1], table.dtype), choice)
+    assert tiling is not None  # `row_invariant` refuses a table that no tile divides.
+    interpret = choice.interpret
+    return split_k_matmul(x, table, tiling=tiling, pdl=False, interpret=interpret, is_table=True)
 
 
 def num_xla_parts(x: jax.Array, matrix: jax.Array) -> int:

@@ -28,6 +28,7 @@ from specjax.models.decoder.decode_ops import (
     kernel_choice,
     kv_tiling,
     matmul,
+    matmul_table,
     product_tiling,
 )
 from specjax.models.decoder.layers import (
@@ -38,7 +39,6 @@ from specjax.models.decoder.layers import (
     sum_shares,
     summed_linear,
 )
-from specjax.models.decoder.pallas.matmul import split_k_matmul
 
 __all__ = ["decode_step", "layer_step", "product", "table_product"]
 
@@ -179,12 +179,7 @@ def table_product(implementation: Implementation, x: jax.Array, table: jax.Array
       x: rows.
       table: of an output layer.
     """
-    choice = kernel_choice(implementation)
-    tiling = product_tiling(x, jax.ShapeDtypeStruct(table.shape[::-1], table.dtype), choice)
-    assert tiling is not None  # `row_invariant` refuses a table that no tile divides.
-    parts = split_k_matmul(
-        x, table, tiling=tiling, pdl=False, interpret=choice.interpret, is_table=True
-    )
+    parts = matmul_table(x, table, kernel_choice(implementation))
     # A chain of additions has one order for any number of rows.
     return sum(parts[1:], parts[0]).astype(x.dtype)
 
