@@ -185,10 +185,8 @@ class Service:
                 one if isinstance(one, list) else self.codec.encode_text(one, False, most)
                 for one in parameters.prompts
             ]
-        param, num_new = (
-            "messages" if parameters.messages else "prompt",
-            parameters.max_new_tokens or 1,
-        )
+        param = "messages" if parameters.messages else "prompt"
+        num_new = parameters.max_new_tokens or 1
         for ids in prompts:
             if not ids:
                 raise ApiError(
