@@ -1,4 +1,4 @@
-"""Times steps and prompts of a row-invariant decoder next to those of the default on an NVIDIA GPU.
+"""Times steps and prompts with `row_invariant` and without it, on an NVIDIA GPU.
 
 python -m benchmarks.gpu.row_invariance --out benchmarks/results/h100_row_invariance.json
 
