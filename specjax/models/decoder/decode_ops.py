@@ -34,6 +34,7 @@ from specjax.models.decoder.pallas.tilings import (
     pad_to_mma,
 )
 from specjax.models.decoder.shared_math import AttentionSpec, NormSpec
+from specjax.pallas.kernel_config import Tile
 
 __all__ = [
     "Addend",
@@ -168,8 +169,7 @@ def adds_in_kernel(x: jax.Array, norm: RMSNorm | None, choice: KernelChoice) -> 
       norm: of the product, or None.
       choice: of the kernels.
     """
-    size = x.shape[-1]
-    is_whole = norm_tile(size, choice.config).num_tiles(size) == 1
+    is_whole = _norm_tile(x, choice).num_tiles(x.shape[-1]) == 1
     return can_defer_norm(x) and (norm is None or is_whole)
 
 
@@ -197,12 +197,16 @@ def begin_norm(
     outputs = add_rms_norm(
         operands,
         offset=norm.spec.offset,
-        tile=norm_tile(x.shape[-1], choice.config),
+        tile=_norm_tile(x, choice),
         added_norm=added_norm,
         interpret=choice.interpret,
     )
     stream = x if addend is None else outputs.x
     return stream, DeferredNorm(outputs.weighted_rows, outputs.squares)
+
+
+def _norm_tile(x: jax.Array, choice: KernelChoice) -> Tile:
+    return norm_tile(math.prod(x.shape[:-1]), x.shape[-1], choice.config)
 
 
 def matmul(
@@ -241,14 +245,15 @@ def matmul_table(x: jax.Array, table: jax.Array, choice: KernelChoice) -> jax.Ar
       table: [V, E], of an output layer.
       choice: of the kernels.
     """
-    tiling = product_tiling(x, jax.ShapeDtypeStruct(table.shape[::-1], table.dtype), choice)
+    shape = jax.ShapeDtypeStruct(table.shape[::-1], table.dtype)
+    tiling = product_tiling(x, shape, choice, is_table=True)
     assert tiling is not None  # `row_invariant` refuses a table that no tile divides.
     interpret = choice.interpret
     return split_k_matmul(x, table, tiling=tiling, pdl=False, interpret=interpret, is_table=True)
 
 
 def num_xla_parts(x: jax.Array, matrix: jax.Array) -> int:
-    """Returns 2 if tiles of 128 x 128 need at most half the multiprocessors; else 1.
+    """Returns 2 if tiles of 128 x 128 need at most three quarters of the multiprocessors; else 1.
 
     K has to divide by 256. XLA would split such a product along K, too, and launch a kernel that
     adds the parts. On an H100 a down projection of an 8B model takes 53.6 us in two parts for 62.0
@@ -256,7 +261,7 @@ def num_xla_parts(x: jax.Array, matrix: jax.Array) -> int:
     """
     (*lead, size), width = x.shape, matrix.shape[1]
     num_tiles = -(-math.prod(lead) // 128) * -(-width // 128)
-    return 2 if 2 * num_tiles <= NUM_MULTIPROCESSORS and size % 256 == 0 else 1
+    return 2 if 4 * num_tiles <= 3 * NUM_MULTIPROCESSORS and size % 256 == 0 else 1
 
 
 def _halves(x: jax.Array, matrix: jax.Array) -> jax.Array:
@@ -408,9 +413,11 @@ def kv_tiling(
 
 
 def product_tiling(
-    x: Any, matrix: Any, choice: KernelChoice, *, is_gated: bool = False
+    x: Any, matrix: Any, choice: KernelChoice, *, is_gated: bool = False, is_table: bool = False
 ) -> MatmulTiling | None:
     """Returns the tiling of x @ matrix, of a gate's if `is_gated`; None if XLA multiplies.
+
+    `is_table` is as in `matmul_tiling`.
 
     Raises:
       ValueError: if XLA would multiply, and a row's bits may depend on no other row.
@@ -423,7 +430,7 @@ def product_tiling(
         if is_gated:
             tiling = glu_tiling(few, size, width // 2, *more)
         else:
-            tiling = matmul_tiling(few, size, width, *more)
+            tiling = matmul_tiling(few, size, width, *more, is_table=is_table)
     if not is_invariant:
         # Where a tile's rows are half a line of memory, the kernels were not timed next to XLA.
         return None if size * x.dtype.itemsize % 128 else tiling

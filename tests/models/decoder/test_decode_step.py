@@ -423,6 +423,22 @@ def test_a_long_request_has_more_splits_and_its_bits_do_not_depend_on_the_others
     np.testing.assert_array_equal(found_anew[0], found[0])
 
 
+def test_programs_that_share_a_text_add_its_segments_as_one_program_does(kernels):
+    spec = AttentionSpec(0.3)
+    projected, cos_sin, cache = heads(2, 1, 2, 4, 16, 2400)
+    # Ten segments, one more than are loaded at a time, and one.
+    operands = (projected, cos_sin, jnp.array([[2399], [5]], jnp.int32), cache)
+    shared, whole = (
+        attend(kernels, spec, row_invariant=True, min_whole_programs=most)(*operands)[0]
+        for most in (256, 1)
+    )
+    wanted, _ = attend("xla", spec)(*operands)
+    close(whole[:, :1], wanted)
+    close(shared, whole)
+    if kernels == "triton":  # XLA rounds the interpreter's two programs otherwise.
+        np.testing.assert_array_equal(shared, whole)
+
+
 @pytest.mark.parametrize(
     ("limits", "shared", "splits"),
     [((None, None), 7, 2), ((33, 3.0), 3, 1)],

@@ -78,11 +78,12 @@ def add_rms_norm_kernel(
 
     A bias is added to the product, and its own norm follows, where the model has them.
 
-    Grid: R * n programs of 2 warps; one owns 256 elements of one row. Where a row's bits depend on
-    no other row, R programs of 8 warps; one owns a row.
+    Grid: R * n programs of 2 warps; one owns 256 elements of one row. Of more than 64 rows, and
+    where a row's bits depend on no other row, R programs of up to 32 warps; one owns a row.
     Bytes per row: E (Q * 4 + itemsize) read, 2 E * itemsize + 4 n written.
     Why tiles: a program per row would leave most of the GPU idle at 8 rows. The deferred norm needs
-    no reduction over the row here.
+    no reduction over the row here. Why whole rows: many rows fill the GPU, and a wider program
+    takes less time to begin than 16.
     Memory order: loads begin after the launch that wrote `parts` has ended. It does not trigger the
     next launch early, because XLA's kernels may read the residual stream.
     Reference: Zhang and Sennrich, 2019, arXiv:1910.07467: RMSNorm.

@@ -292,8 +292,7 @@ def attention_kernel(
 
             @pl.when(is_last_arrival(out.counters, (tile,), num_active, interpret))
             def _() -> None:
-                at_once = tiling.num_register_splits
-                store_output(out.y, b, rows, combine(partials, tile, is_row, num_active, at_once))
+                store_output(out.y, b, rows, combine(partials, tile, is_row, num_active, tiling))
 
 
 def num_active_splits(visible: VisibleBlocks, tiling: AttentionTiling) -> jax.Array:

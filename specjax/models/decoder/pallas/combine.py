@@ -105,22 +105,24 @@ def combine(
     tile: jax.Array,
     is_row: jax.Array,
     num_active: jax.Array,
-    num_register_splits: int,
+    tiling: AttentionTiling,
 ) -> OnlineSoftmax:
     """Returns the state of rows over the splits of a tile; rows of padding have none.
+
+    Segments are added one after another, as by a program that reads a whole text.
 
     Args:
       partials: references; the tile's splits have stored theirs.
       tile: as in `store_partial`.
       is_row: bool[M], False for padding.
       num_active: i32[], number of splits of the tile.
-      num_register_splits: number of splits loaded at a time.
+      tiling: `num_register_splits` and `segment` are used.
     """
     num_partials, num_rows, head_dim = partials.acc.shape[1:]
     num_dims = pad_to_mma(head_dim)
     row, dim = jax.lax.iota(jnp.int32, num_rows), jax.lax.iota(jnp.int32, num_dims)
     # Loads of one iteration do not wait for one another.
-    splits_per_step = min(num_partials, num_register_splits)
+    splits_per_step = min(num_partials, tiling.num_register_splits)
 
     def load(split: jax.Array) -> OnlineSoftmax:
         at, is_stored = (tile, split, row), is_row & (split < num_active)
@@ -133,7 +135,10 @@ def combine(
         )
 
     def add(i: jax.Array, state: OnlineSoftmax) -> OnlineSoftmax:
-        return merge([state, *(load(i * splits_per_step + k) for k in range(splits_per_step))])
+        loaded = [load(i * splits_per_step + k) for k in range(splits_per_step)]
+        if tiling.segment is None:
+            return merge([state, *loaded])
+        return functools.reduce(lambda total, each: merge([total, each]), loaded, state)
 
     num_steps, _ = divmod_i32(num_active + (splits_per_step - 1), splits_per_step)
     return jax.lax.fori_loop(jnp.int32(0), num_steps, add, init(num_rows, num_dims))
