@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from specjax.implementation import Implementation
 from specjax.models.decoder.attention import attend
 from specjax.models.decoder.layers import RMSNorm, residual_add
-from specjax.models.decoder.pallas.add_rms_norm import AddNormOperands, add_rms_norm
+from specjax.models.decoder.pallas.add_rms_norm import AddNormOperands, add_rms_norm, inv_rms
 from specjax.models.decoder.pallas.attention import decode_attention
 from specjax.models.decoder.pallas.matmul import fused_glu, glu_activation, split_k_matmul
 from specjax.models.decoder.pallas.request_qkv import QKVOperands
@@ -34,7 +34,6 @@ from specjax.models.decoder.pallas.tilings import (
     pad_to_mma,
 )
 from specjax.models.decoder.shared_math import AttentionSpec, NormSpec
-from specjax.pallas.kernel_config import Tile
 
 __all__ = [
     "Addend",
@@ -42,7 +41,6 @@ __all__ = [
     "KernelChoice",
     "PartialProduct",
     "QKVWeights",
-    "adds_in_kernel",
     "attention",
     "begin_norm",
     "can_defer_norm",
@@ -114,8 +112,8 @@ class PartialProduct(NamedTuple):
         if self.squares is None:
             return total
         assert norm is not None
-        mean = jnp.sum(self.squares, axis=-1, keepdims=True) / norm.size
-        return total * jax.lax.rsqrt(mean + norm.eps)
+        squares = jnp.split(self.squares, self.squares.shape[-1], axis=-1)
+        return total * inv_rms(squares, norm)
 
 
 class QKVWeights(NamedTuple):
@@ -161,18 +159,6 @@ def can_defer_norm(x: Any) -> bool:
     return x.dtype != jnp.float16
 
 
-def adds_in_kernel(x: jax.Array, norm: RMSNorm | None, choice: KernelChoice) -> bool:
-    """Returns whether a kernel adds a product to rows: after a norm only with a program per row.
-
-    Args:
-      x: [B, T, E], the residual stream.
-      norm: of the product, or None.
-      choice: of the kernels.
-    """
-    is_whole = _norm_tile(x, choice).num_tiles(x.shape[-1]) == 1
-    return can_defer_norm(x) and (norm is None or is_whole)
-
-
 def begin_norm(
     x: jax.Array, addend: Addend | None, norm: RMSNorm, choice: KernelChoice
 ) -> tuple[jax.Array, DeferredNorm]:
@@ -180,13 +166,12 @@ def begin_norm(
 
     Args:
       x: [B, T, E], the residual stream.
-      addend: the product, without a bias unless `adds_in_kernel` holds; None adds nothing.
+      addend: the product, without a bias unless `can_defer_norm` holds; None adds nothing.
       norm: that begins.
       choice: of the kernels.
     """
-    if addend is not None and not adds_in_kernel(x, addend.norm, choice):
-        x, addend = addend.add_to(x), None
     if not can_defer_norm(x):
+        x = x if addend is None else addend.add_to(x)
         return x, DeferredNorm(norm(x), None)
     operands, added_norm = AddNormOperands(x, None, norm.weight[...]), None
     if addend is not None:
@@ -197,16 +182,12 @@ def begin_norm(
     outputs = add_rms_norm(
         operands,
         offset=norm.spec.offset,
-        tile=_norm_tile(x, choice),
+        tile=norm_tile(math.prod(x.shape[:-1]), x.shape[-1], added_norm is not None, choice.config),
         added_norm=added_norm,
         interpret=choice.interpret,
     )
     stream = x if addend is None else outputs.x
     return stream, DeferredNorm(outputs.weighted_rows, outputs.squares)
-
-
-def _norm_tile(x: jax.Array, choice: KernelChoice) -> Tile:
-    return norm_tile(math.prod(x.shape[:-1]), x.shape[-1], choice.config)
 
 
 def matmul(

@@ -20,7 +20,6 @@ from specjax.models.decoder.decode_ops import (
     KernelChoice,
     PartialProduct,
     QKVWeights,
-    adds_in_kernel,
     attention,
     begin_norm,
     can_defer_norm,
@@ -221,7 +220,7 @@ def _advance(
     out, bias = layer.attention.out, layer.attention.out_bias
     axis_name = layer.attention.axis_name
     is_summed = axis_name is not None
-    is_added = adds_in_kernel(x, layer.attention_out_norm, choice)
+    is_added = can_defer_norm(x)
     if bias is None or (is_added and choice.config.adds_biases):
         is_kernel = is_added and not is_summed
         parts = matmul(y, out[...], choice, next_is_kernel=is_kernel, is_summed=is_summed)
@@ -230,7 +229,6 @@ def _advance(
         parts, bias = summed_linear(y, out, bias, axis_name)[None], None
     addend = Addend(parts, None if bias is None else bias[...], layer.attention_out_norm)
     x, normed = begin_norm(x, addend, layer.mlp_norm, choice)
-    is_added = adds_in_kernel(x, layer.mlp_out_norm, choice)
     parts = glu(
         normed,
         mlp.gate_up[...],

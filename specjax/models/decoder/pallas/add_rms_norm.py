@@ -12,6 +12,7 @@ Axes: `R` rows, `E` hidden, `Q` split-K parts of the product, `n` tiles of E.
 
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -20,7 +21,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from specjax.models.decoder.shared_math import NormSpec
-from specjax.pallas.kernel_config import Tile, next_power_of_2
+from specjax.pallas.kernel_config import Tile
 from specjax.pallas.launch import divmod_i32, launch, output
 
 __all__ = [
@@ -78,12 +79,11 @@ def add_rms_norm_kernel(
 
     A bias is added to the product, and its own norm follows, where the model has them.
 
-    Grid: R * n programs of 2 warps; one owns 256 elements of one row. Of more than 64 rows, and
-    where a row's bits depend on no other row, R programs of up to 32 warps; one owns a row.
+    Grid: R * n programs of 8 warps; one owns 1024 elements of one row. If the product has a norm,
+    or there are more than 64 rows, R programs of up to 32 warps; one owns a row.
     Bytes per row: E (Q * 4 + itemsize) read, 2 E * itemsize + 4 n written.
     Why tiles: a program per row would leave most of the GPU idle at 8 rows. The deferred norm needs
-    no reduction over the row here. Why whole rows: many rows fill the GPU, and a wider program
-    takes less time to begin than 16.
+    no reduction over the row here. Why whole rows: many rows fill the GPU.
     Memory order: loads begin after the launch that wrote `parts` has ended. It does not trigger the
     next launch early, because XLA's kernels may read the residual stream.
     Reference: Zhang and Sennrich, 2019, arXiv:1910.07467: RMSNorm.
@@ -120,30 +120,26 @@ def add_rms_norm_kernel(
     out.squares[row, tile_index] = jnp.sum(x * x)
 
 
-def load_squares(squares: Any, *row: Any) -> jax.Array:
-    """Returns the sums of squares of rows, f32[..., n padded], 0 from index n on.
+def load_squares(squares: Any, *row: Any) -> list[jax.Array]:
+    """Returns the sums of squares of rows by tiles, n arrays f32[...].
 
     Args:
       squares: reference f32[..., n].
       *row: leading indices, scalars or arrays [...] of one shape.
     """
-    num_tiles = squares.shape[-1]
-    index = jax.lax.iota(jnp.int32, next_power_of_2(num_tiles))
-    inside = index < num_tiles
-    if row[-1].ndim:
-        row, index = tuple(each[:, None] for each in row), index[None]
-        inside = jnp.broadcast_to(inside[None], (row[-1].shape[0], index.shape[1]))
-    return _load(squares, (*row, index), inside)
+    return [plgpu.load(squares.at[(*row, jnp.int32(i))]) for i in range(squares.shape[-1])]
 
 
-def inv_rms(squares: jax.Array, norm: NormSpec) -> jax.Array:
+def inv_rms(squares: Sequence[jax.Array], norm: NormSpec) -> jax.Array:
     """Returns rsqrt(sum(squares) / size + eps), the factor of a deferred norm.
 
+    A chain of additions has one order for any number of rows.
+
     Args:
-      squares: [..., n padded], from `load_squares`.
+      squares: n arrays f32[...], from `load_squares`.
       norm: size and eps.
     """
-    return jax.lax.rsqrt(jnp.sum(squares, axis=-1) / norm.size + norm.eps)
+    return jax.lax.rsqrt(functools.reduce(jnp.add, squares) / norm.size + norm.eps)
 
 
 def add_rms_norm(

@@ -27,7 +27,7 @@ from specjax.models.decoder.pallas.attention_kernels import (
     attention_kernel,
     fused_attention_kernel,
 )
-from specjax.models.decoder.pallas.combine import PartialSoftmax, combine_kernel
+from specjax.models.decoder.pallas.combine import CombineOperands, PartialSoftmax, combine_kernel
 from specjax.models.decoder.pallas.qkv import PreparedQKV, num_token_tiles, prepare_qkv_kernel
 from specjax.models.decoder.pallas.request_qkv import QKVOperands
 from specjax.models.decoder.pallas.tilings import AttentionTiling
@@ -73,10 +73,11 @@ def decode_attention(
         y = launch(
             functools.partial(
                 combine_kernel,
-                num_tokens=operands.positions.shape[1],
                 num_kv_heads=operands.keys.shape[1],
+                is_causal=spec.is_causal,
+                tiling=tiling,
             ),
-            partials,
+            CombineOperands(partials, operands.positions),
             _Output(y_shape),
             num_programs=batch * num_padded_tokens * num_query_heads,
             num_warps=1,

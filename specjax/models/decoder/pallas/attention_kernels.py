@@ -223,7 +223,7 @@ def attention_kernel(
     Memory order: `prepare_qkv_kernel` has ended, so the new tokens have their slots. A program
     stores its state, then adds 1 to the counter of its tile. The addition releases its stores and
     acquires those of earlier additions. The program that reads P_b - 1 is the last. Without `y` no
-    program counts, P_b is P, and `combine_kernel` follows.
+    program counts, and `combine_kernel` follows; P_b is P unless splits are segments.
 
     Args:
       operands: references.
@@ -258,11 +258,20 @@ def attention_kernel(
         kv = KVSplit(*caches, row, g, split, num_splits, tiling.segment)
         return kv.attend(None, Queries(heads, last), visible, [], spec, make_exp2(interpret))
 
-    if out.y is None:
+    if out.y is None and tiling.segment is None:
         assert out.partials is not None
         store_partial(out.partials, tile, split, attend(num_splits), is_row)
         return
     num_active = num_active_splits(visible, tiling)
+    if out.y is None:
+        assert out.partials is not None
+        partials = out.partials
+
+        @pl.when(split < num_active)
+        def _() -> None:
+            store_partial(partials, tile, split, attend(num_active), is_row)
+
+        return
     if num_splits == 1 and tiling.segment is not None:
 
         def add_segment(i: jax.Array, state: OnlineSoftmax) -> OnlineSoftmax:
@@ -292,7 +301,9 @@ def attention_kernel(
 
             @pl.when(is_last_arrival(out.counters, (tile,), num_active, interpret))
             def _() -> None:
-                store_output(out.y, b, rows, combine(partials, tile, is_row, num_active, tiling))
+                row = jax.lax.iota(jnp.int32, tiling.num_rows)
+                total = combine(partials, tile, row, is_row, num_active, tiling)
+                store_output(out.y, b, rows, total)
 
 
 def num_active_splits(visible: VisibleBlocks, tiling: AttentionTiling) -> jax.Array:

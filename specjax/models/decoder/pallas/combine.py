@@ -21,11 +21,12 @@ from jax.experimental.pallas import triton as plgpu
 
 from specjax.models.decoder.pallas.online_softmax import OnlineSoftmax, init
 from specjax.models.decoder.pallas.request_qkv import load_rows, row_mask
-from specjax.models.decoder.pallas.tilings import AttentionTiling, pad_to_mma
+from specjax.models.decoder.pallas.tilings import BLOCK_KV, AttentionTiling, pad_to_mma
 from specjax.pallas.kernel_config import next_power_of_2
 from specjax.pallas.launch import divmod_i32
 
 __all__ = [
+    "CombineOperands",
     "PartialSoftmax",
     "TileRows",
     "combine",
@@ -103,6 +104,7 @@ def store_partial(
 def combine(
     partials: PartialSoftmax,
     tile: jax.Array,
+    row: jax.Array,
     is_row: jax.Array,
     num_active: jax.Array,
     tiling: AttentionTiling,
@@ -114,13 +116,14 @@ def combine(
     Args:
       partials: references; the tile's splits have stored theirs.
       tile: as in `store_partial`.
-      is_row: bool[M], False for padding.
+      row: i32[N], of the tile's M rows.
+      is_row: bool[N], False for padding.
       num_active: i32[], number of splits of the tile.
       tiling: `num_register_splits` and `segment` are used.
     """
-    num_partials, num_rows, head_dim = partials.acc.shape[1:]
+    num_partials, _, head_dim = partials.acc.shape[1:]
     num_dims = pad_to_mma(head_dim)
-    row, dim = jax.lax.iota(jnp.int32, num_rows), jax.lax.iota(jnp.int32, num_dims)
+    dim = jax.lax.iota(jnp.int32, num_dims)
     # Loads of one iteration do not wait for one another.
     splits_per_step = min(num_partials, tiling.num_register_splits)
 
@@ -141,7 +144,7 @@ def combine(
         return functools.reduce(lambda total, each: merge([total, each]), loaded, state)
 
     num_steps, _ = divmod_i32(num_active + (splits_per_step - 1), splits_per_step)
-    return jax.lax.fori_loop(jnp.int32(0), num_steps, add, init(num_rows, num_dims))
+    return jax.lax.fori_loop(jnp.int32(0), num_steps, add, init(row.shape[0], num_dims))
 
 
 def merge(states: list[OnlineSoftmax]) -> OnlineSoftmax:
@@ -171,12 +174,25 @@ def store_output(y: Any, b: jax.Array, rows: TileRows, state: OnlineSoftmax) -> 
     plgpu.store(y.at[at], values.astype(y.dtype), mask=mask)
 
 
+class CombineOperands(NamedTuple):
+    """References that `combine_kernel` reads: partials, and the tokens' positions i32[B, T]."""
+
+    partials: PartialSoftmax
+    positions: Any
+
+
 def combine_kernel(
-    partials: PartialSoftmax, out: Any, *, num_tokens: int, num_kv_heads: int
+    operands: CombineOperands,
+    out: Any,
+    *,
+    num_kv_heads: int,
+    is_causal: bool,
+    tiling: AttentionTiling,
 ) -> None:
     """Writes o = sum_p 2^(m_p - m) acc_p / sum_p 2^(m_p - m) l_p for one query head of one token.
 
     Grid: B * T' * H programs of one warp. A program holds the states of its row, [P', D], at once.
+    It adds those of segments one after another, as a program does that reads a whole text.
     Tokens from T on are padding and are written as 0.
     Bytes per row: P' (D + 2) * 4 read, D * itemsize written.
     Why a launch: it always follows `fused_attention_kernel`. It follows `attention_kernel` if
@@ -185,27 +201,43 @@ def combine_kernel(
     Memory order: the previous launch has ended when it begins to load. It triggers no launch early.
 
     Args:
-      partials: references.
+      operands: references.
       out: references; `y` [B, T', H, D].
-      num_tokens: T, all of one tile.
       num_kv_heads: G.
+      is_causal: as in `AttentionSpec`.
+      tiling: of the attention.
     """
+    partials, num_tokens = operands.partials, operands.positions.shape[1]
     _, num_padded_tokens, num_query_heads, head_dim = out.y.shape
     queries_per_kv = num_query_heads // num_kv_heads
     token, head = divmod_i32(pl.program_id(0), num_query_heads)
     b, t = divmod_i32(token, num_padded_tokens)
     g, head_in_group = divmod_i32(head, queries_per_kv)
-    # The row of a tile of `attention_kernel` that is this head of this token.
-    request_kv_head, row = b * num_kv_heads + g, t * queries_per_kv + head_in_group
+    # The tile, and the row of it, that is this head of this token.
+    tile_in_head, token_in_tile = divmod_i32(t, tiling.tokens_per_tile)
+    tile = (b * num_kv_heads + g) * tiling.num_tiles + tile_in_head
+    row = token_in_tile * queries_per_kv + head_in_group
+    dim, is_token = jax.lax.iota(jnp.int32, pad_to_mma(head_dim)), t < num_tokens
+    if tiling.segment is not None:
+        last = operands.positions[b, jnp.where(is_token, t, 0)]
+        if not is_causal:
+            token = jax.lax.iota(jnp.int32, next_power_of_2(num_tokens))
+            last = jnp.max(_load(operands.positions, (b, token), token < num_tokens, -1))
+        size = tiling.segment * BLOCK_KV
+        num_active, _ = divmod_i32(jnp.where(is_token, last, -1) + size, size)
+        num_active = jnp.minimum(num_active, tiling.num_splits)
+        rows, is_row = row + jax.lax.iota(jnp.int32, 1), jnp.broadcast_to(is_token, (1,))
+        state = combine(partials, tile, rows, is_row, num_active, tiling)
+        y = state.acc / jnp.where(state.l_i == 0, 1.0, state.l_i)[:, None]
+        at = b, t, head, dim[None]
+        plgpu.store(out.y.at[at], y.astype(out.y.dtype), mask=(dim < head_dim)[None])
+        return
     num_partials = partials.m_i.shape[1]
     split = jax.lax.iota(jnp.int32, next_power_of_2(num_partials))
-    inside = (split < num_partials) & (t < num_tokens)
-    dim = jax.lax.iota(jnp.int32, pad_to_mma(head_dim))
-    m_i = _load(partials.m_i, (request_kv_head, split, row), inside, -jnp.inf)
-    l_i = _load(partials.l_i, (request_kv_head, split, row), inside, 0)
-    acc = load_rows(
-        partials.acc, (request_kv_head, split, row), dim, row_mask(inside, dim, head_dim)
-    )
+    inside = (split < num_partials) & is_token
+    m_i = _load(partials.m_i, (tile, split, row), inside, -jnp.inf)
+    l_i = _load(partials.l_i, (tile, split, row), inside, 0)
+    acc = load_rows(partials.acc, (tile, split, row), dim, row_mask(inside, dim, head_dim))
     # Every split of a padding token is masked: its maximum is -inf, and -inf - -inf is NaN.
     weight = jnp.exp2(m_i - jnp.maximum(jnp.max(m_i), -3e38))
     total = jnp.sum(weight * l_i)

@@ -77,9 +77,9 @@ INVARIANT_BLOCK_M = 128
 # Programs without slots to read end at once, but each takes a microsecond to begin.
 _MAX_LONG_SPLITS, _MAX_LONG_PROGRAMS = 16, 4096
 
-# Elements of a row that one program adds and squares, if there are few rows. It is small, so that
-# one request's row of 4096 elements, in up to eight parts, still gives 16 programs.
-ADD_NORM_TILE = Tile(256, 2)
+# Elements of a row that one program adds and squares, if there are few rows, so that one request's
+# row of 4096 elements, in up to eight parts, still gives four programs.
+ADD_NORM_TILE = Tile(1024, 8)
 
 # Most rows in such tiles: with more, a program per row takes less time.
 _MAX_TILED_ROWS = 64
@@ -317,7 +317,7 @@ def attention_tiling(
             num_warps=num_attention_warps(num_rows, head_dim),
             num_stages=num_stages,
             num_register_splits=_INVARIANT_LOADS,
-            combines_in_attention=True,
+            combines_in_attention=is_whole,
             prepared_tokens=TOKEN_TILE,
             segment=_SEGMENT,
         )
@@ -368,14 +368,19 @@ def attention_tiling(
     )
 
 
-def norm_tile(num_rows: int, size: int, config: DecodeConfig) -> Tile:
-    """Returns the tile of rows [E] that one program adds and squares: a whole row of many.
+def norm_tile(num_rows: int, size: int, is_normed: bool, config: DecodeConfig) -> Tile:
+    """Returns the tile of rows [E] that one program adds and squares.
 
-    Readers add up the squares of a row's tiles, in an order that depends on how many rows they
-    have. So where no bit may depend on that, a row is one tile. On an H100 256 rows of 4096, in a
-    step of 8B shapes, then take 2.5 us less, and 4 rows 0.5 us more.
+    On an H100 256 rows of 4096, in a step of 8B shapes, take 2.5 us less in whole rows than in
+    tiles of 256.
+
+    Args:
+      num_rows: R.
+      size: E.
+      is_normed: whether the product that is added has a norm of its own, of the whole row.
+      config: with `row_invariant` any number of rows has the same tiles.
     """
-    if num_rows <= _MAX_TILED_ROWS and not config.row_invariant:
+    if not is_normed and (num_rows <= _MAX_TILED_ROWS or config.row_invariant):
         return ADD_NORM_TILE
     whole = next_power_of_2(size)
     return Tile(whole, max(1, min(_MAX_WARPS, whole // _WARP_NORM_SIZE)))
@@ -406,7 +411,8 @@ def matmul_tiling(
       itemsize: bytes of a number.
       shared_memory_bytes: of a program.
       is_table: whether the matrix is stored as [width, size]. Tiles then are two lines of memory
-        deep: on an H100 one row takes 353 us instead of 375 with a table of 128256 x 4096.
+        deep, of which three are in flight. On an H100 one row takes 353 us instead of 375 with a
+        table of 128256 x 4096.
     """
     # More than 64 rows are narrow tiles in few parts: parts of many rows take time to add.
     is_tall = num_rows > 64
@@ -418,11 +424,11 @@ def matmul_tiling(
     wanted = -(-_MIN_TALL_PROGRAMS // num_tiles) if is_tall else NUM_MULTIPROCESSORS // num_tiles
     split_k = max(1, min(wanted, 8, size // block_k))
     most_of_six_stages = NUM_MULTIPROCESSORS if is_tall else 111
-    max_stages = 6 if split_k * num_tiles <= most_of_six_stages else 3 if is_table else 4
+    max_stages = 6 if split_k * num_tiles <= most_of_six_stages else 4
     swap_ab = is_tall or num_rows <= MIN_MMA
     block_m = pad_to_mma(num_rows)
     stage_bytes = (block_m + block_n) * block_k * itemsize
-    num_stages = min(max_stages, shared_memory_bytes // stage_bytes)
+    num_stages = min(3 if is_table else max_stages, shared_memory_bytes // stage_bytes)
     return MatmulTiling(block_m, block_n, block_k, split_k, swap_ab, 4, num_stages)
 
 
