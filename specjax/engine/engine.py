@@ -23,6 +23,7 @@ from specjax.engine.programs import make_programs, warm_up
 from specjax.engine.queue import PromptGroup
 from specjax.engine.request import Request
 from specjax.engine.scheduler import Scheduler
+from specjax.engine.step_sizes import read_sizes
 from specjax.engine.submission import (
     MAX_STOP_IDS,
     EngineLimits,
@@ -54,7 +55,11 @@ class Engine:
     Args:
       target: the model whose distribution the output follows.
       drafter: as in `generate`, or None. Ignored if adaptive K would always choose 0.
-      num_slots: B, requests decoded at once, a Python int >= 1.
+      num_slots: B, requests decoded at once, a Python int >= 1. Or rising sizes of steps such as
+        (8, 32, B). A step then runs over the smallest size that holds the requests in slots, and
+        each size is compiled. The models need `reads_pieces`. As sums may have another order in
+        another size, only the distribution of a text is then independent of other requests. With a
+        target of `row_invariant=True`, greedy and coupled texts keep their bits.
       options: `LoopOptions`. `max_length`, most tokens of a prompt and its text together, is
         needed, >= 2. `prefill_chunk_size` None is 512 on a GPU, else 128. A CPU reads up to 16
         waiting prompts together, a quarter of a chunk of each or more.
@@ -101,7 +106,7 @@ class Engine:
         target: Model,
         drafter: Drafter | None,
         *,
-        num_slots: int,
+        num_slots: int | Sequence[int],
         options: LoopOptions,
         sampling: SamplingParams | None = None,
         config: SpeculativeConfig | None = None,
@@ -110,7 +115,7 @@ class Engine:
         k_by_load: bool = False,
         takes_matchers: bool = False,
     ) -> None:
-        num_slots = check_count("num_slots", num_slots, 1, "the requests decoded at once")
+        *_, num_slots = step_sizes = read_sizes(num_slots)
         max_length = check_capacity(options, "the tokens that a slot holds")
         why = "the requests that wait for a slot"
         max_waiting = check_count("max_waiting", max_waiting, 1, why)
@@ -133,6 +138,7 @@ class Engine:
             max_length=max_length,
             chunk_size=min(chunk_size, max_length),
             options=step_options,
+            step_sizes=step_sizes,
             prompt_logprobs=static.prompt_logprobs,
         )
         self.num_slots, self.max_length = num_slots, max_length
