@@ -75,7 +75,7 @@ def choose_slots(occupants: Sequence[object | None], sizes: tuple[int, ...]) -> 
     """
     is_empty = [occupant is None for occupant in occupants]
     size = next(n for n in sizes if n >= is_empty.count(False))
-    # Stable, so that all slots stay in their order where n = B and none is empty.
+    # A stable sort: occupied slots stay in their order.
     order = range(size) if size == len(is_empty) else np.argsort(is_empty, kind="stable")
     return np.asarray(order[:size], np.int32)
 

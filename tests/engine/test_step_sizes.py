@@ -6,13 +6,16 @@ import re
 import automata
 import bigrams
 import jax
+import jax.numpy as jnp
 import numpy as np
 import processed
 import pytest
 from compilations import compilations
 
 import specjax
-from specjax.engine.step_sizes import choose_slots
+from specjax.decode.drafters import Models
+from specjax.engine import slots
+from specjax.engine.step_sizes import choose_slots, step_some_slots
 from specjax.models import (
     DFlashConfig,
     Eagle3Config,
@@ -32,7 +35,7 @@ SIZES = (2, 4, B)
 CONFIG = TransformerConfig(V, 32, 64, 2, 4, 2, 8)
 
 
-def _drafter(name, target, row_invariant=False):
+def _drafter(name, target):
     layer = TransformerConfig(V, 32, 64, 1, 4, 2, 8, qk_norm=name == "dflash")
     if name == "eagle3":
         head = Eagle3Config(layer, 32, V, taps=(0, 1, 2))
@@ -42,13 +45,14 @@ def _drafter(name, target, row_invariant=False):
         return dflash_drafter(target, head, build_dflash(head))
     if name == "ngram":
         return specjax.ngram_drafter()
-    return specjax.model_drafter(build(CONFIG, seed=1, row_invariant=row_invariant))
+    # All drafts of a greedy request are accepted, unless a cache has tokens of another.
+    return specjax.model_drafter(target)
 
 
 @functools.cache
 def _models(name, row_invariant=False):
     target = build(CONFIG, seed=0, row_invariant=row_invariant)
-    return target, name and _drafter(name, target, row_invariant)
+    return target, name and _drafter(name, target)
 
 
 def _engine(name, num_slots, row_invariant=False, **values):
@@ -93,6 +97,40 @@ def _serve(engine, values_of=lambda index: {}):
     engine.run()
     assert {request.finish_reason for request in requests} == {"length"}
     return requests, sizes
+
+
+@pytest.mark.parametrize("name", ["model", "eagle3", "dflash"])
+def test_a_step_of_some_slots_moves_these_as_a_full_step_does_and_no_other(name):
+    engine, models = _engine(name, B), Models(*_models(name))
+    for index in range(5):
+        prompt = np.random.default_rng(index).integers(0, V, 3 + 4 * index)
+        engine.submit(prompt, key=jax.random.key(index), temperature=index % 2)
+    while engine.num_waiting or engine.num_steps < 4:
+        engine.step()
+    scheduler = engine._scheduler
+    before, options = scheduler._slots, scheduler._programs.step.keywords["options"]
+    axes = slots.slot_axes(before, slots.cache_axes(models, S))
+    full, some = (jax.tree.map(jnp.copy, before) for _ in range(2))
+    full, full_output = slots.step_slots(models, full, None, options=options)
+    chosen = np.array([3, 0, 6, 4], np.int32)  # Slot 6 holds no request.
+    some, output = step_some_slots(models, some, None, chosen, options=options)
+    states = [_leaves(state) for state in (before, full, some)]
+    for axis, old, expected, new in zip(axes, *states, strict=True):
+        if axis == slots.NO_BATCH_AXIS:
+            np.testing.assert_array_equal(new, old)
+            continue
+        others, active = np.delete(np.arange(B), chosen), [3, 0, 4]
+        np.testing.assert_array_equal(*(np.take(x, others, axis) for x in (new, old)))
+        rows = (np.take(x, active, axis) for x in (new, expected))
+        np.testing.assert_allclose(*rows, rtol=2e-4, atol=2e-5)
+    np.testing.assert_array_equal(output.token_ids[:2], full_output.token_ids[np.array([3, 0])])
+
+
+def _leaves(state):
+    """NumPy arrays, in the order of `jax.tree.leaves`."""
+    keys = jax.random.key_data(state.settings.keys)
+    state = state._replace(settings=state.settings._replace(keys=keys))
+    return jax.tree.leaves(jax.device_get(state))
 
 
 @pytest.mark.parametrize("name", [None, "model", "ngram", "eagle3", "dflash"])
