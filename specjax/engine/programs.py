@@ -26,7 +26,7 @@ from specjax.decode.target_step import vocabulary_size
 from specjax.engine import slots
 from specjax.engine.slots import PromptCaches, RequestSettings, StepOutput
 from specjax.engine.step_sizes import check_reads_rows, step_chosen
-from specjax.types import Model
+from specjax.types import Draft, Model
 
 __all__ = [
     "BatchShape",
@@ -202,11 +202,7 @@ def make_programs(
     # First, because this refuses outputs of a faulty target. The state's shapes depend on them.
     vocab_size = vocabulary_size(models.target, num_slots, num_rows, max_length)
     shapes = slots.empty_slots.eval_shape(*empty.args, **empty.keywords)
-    if shapes.draft.rows is not None:
-        raise ValueError(
-            "the drafter's drafts have rows, which say in which request's place logits lie; an "
-            "engine moves requests between slots and needs drafts without."
-        )
+    _check_draft(shapes.draft)
     axes = slots.slot_axes(shapes, axes_of_caches)
     # The state of a whole-prompt drafter cannot be grown, so that its caches begin with length S.
     drafter_state = shapes.drafter_state
@@ -270,6 +266,15 @@ def _check_placement(target: Model) -> None:
         raise ValueError(
             f"the target's mesh has {placement.round_up(1)} devices on its axis 'data'; an engine "
             "moves requests between slots and needs one: jax.make_mesh((1, N), ('data', 'model'))."
+        )
+
+
+def _check_draft(draft: Draft) -> None:
+    """Refuses drafts of which one request's may lie in another's place."""
+    if draft.rows is not None:
+        raise ValueError(
+            "the drafter's drafts have rows, which say in which request's place logits lie; an "
+            "engine moves requests between slots and needs drafts without."
         )
 
 

@@ -26,7 +26,7 @@ from specjax.decode.state import DecodeState
 from specjax.engine.slots import NO_BATCH_AXIS, PromptCaches, StepOutput, slot_axes, step_slots
 from specjax.types import Pieces
 
-__all__ = ["check_reads_rows", "choose_slots", "read_sizes", "step_chosen"]
+__all__ = ["check_reads_rows", "choose_slots", "read_sizes", "step_chosen", "step_some_slots"]
 
 
 def read_sizes(num_slots: int | Sequence[int]) -> tuple[int, ...]:
@@ -143,9 +143,7 @@ def _on_rows(models: Models, rows: jax.Array) -> Models:
         apply_with_taps=target.apply_with_taps and _bind(target.apply_with_taps, 2),
         split_logits=target.split_logits and _bind(target.split_logits),
     )
-    if drafter is None:
-        return Models(target, None)
-    drafter = dataclasses.replace(
+    drafter = drafter and dataclasses.replace(
         drafter,
         params=(drafter.params, rows),
         extend=_bind(drafter.extend, 0),

@@ -290,8 +290,8 @@ class _Eagle3(_HeadDrafter[Eagle3Config]):
         num_tokens, scale = inputs.num_tokens, self.head.logit_scale
         run = self.target.on_each_device(self._run)
         assert num_tokens is not None
-        state, cache_rows = split_pieces(state)
-        first = state.last if cache_rows is None else state.last[cache_rows]
+        whole, cache_rows = split_pieces(state)
+        first = whole.last if cache_rows is None else whole.last[cache_rows]
 
         def step(carry: Any, token: jax.Array, position: jax.Array) -> tuple[jax.Array, Any]:
             cache, last = carry
@@ -306,12 +306,12 @@ class _Eagle3(_HeadDrafter[Eagle3Config]):
 
         drafts, (cache, _) = propose_step(
             step,
-            (state.cache, first),
+            (whole.cache, first),
             _last_tokens(token_ids, inputs.positions)[:, 0],
             inputs,
             **self._sampling_options(params, **options),
         )
-        return drafts, state._replace(cache=cache)
+        return drafts, whole._replace(cache=cache)
 
 
 class _DFlash(_HeadDrafter[DFlashConfig]):

@@ -590,8 +590,8 @@ MUTATIONS = (
     ),
     Mutation(
         "specjax.models.heads.drafters._Eagle3.propose",
-        "state.last[cache_rows]",
-        "state.last[: len(cache_rows)]",
+        "whole.last[cache_rows]",
+        "whole.last[: len(cache_rows)]",
         step_sizes(f"{_SOME}[eagle3]"),
         "a head drafts from the last states of the first slots",
     ),
