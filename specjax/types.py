@@ -258,6 +258,8 @@ jax.export.register_namedtuple_serialization(
 class Pieces(NamedTuple):
     """The cache of a call on P pieces of texts, of which several may be of one text.
 
+    A step over some slots of an engine has one piece of each: the tokens that it feeds.
+
     Attributes:
       cache: of R texts: a target's cache, or a drafter's state.
       rows: i32[P], the text that each piece continues. The pieces of a text come in order, next to

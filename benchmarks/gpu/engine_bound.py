@@ -90,7 +90,7 @@ def bare_step_ms(engine: specjax.Engine, runs: int) -> float:
     start = time.perf_counter()
     for _ in range(runs):
         scheduler._slots, output = scheduler._programs.step(
-            scheduler._slots, scheduler._fill_masks()
+            scheduler._slots, scheduler._fill_masks(), np.arange(engine.num_slots)
         )
     jax.block_until_ready(output)
     return 1e3 * (time.perf_counter() - start) / runs

@@ -16,7 +16,7 @@ from specjax.checks import check_applied, check_model_logits
 from specjax.config import SpeculativeConfig
 from specjax.decode.propose import DraftInputs, propose_step
 from specjax.implementation import Implementation
-from specjax.types import Draft, Model
+from specjax.types import Draft, Model, Pieces
 
 __all__ = [
     "Drafter",
@@ -24,7 +24,9 @@ __all__ = [
     "model_drafter",
     "ngram_drafter",
     "reads_chunks",
+    "split_pieces",
     "whole_prompt_drafter",
+    "with_rows",
 ]
 
 
@@ -56,8 +58,8 @@ class Drafter:
         these tokens, else None. It is then called after each step, too, with the tokens that the
         target has read and the step has committed.
       taps: A static ints; `features[B, C, A * E]` then come from `Model.apply_with_taps`.
-      reads_pieces: whether `extend` takes `specjax.types.Pieces` for a state, too. It then returns
-        the state in it.
+      reads_pieces: whether `extend` and `propose` take `specjax.types.Pieces` for a state, too.
+        They then return the state in it.
     """
 
     params: Any
@@ -137,6 +139,7 @@ def _model_functions(init_cache: Any, apply: Any, logits: Any, placement: Any) -
     ) -> tuple[Draft, Any]:
         positions, num_tokens = inputs.positions, inputs.num_tokens
         assert num_tokens is not None
+        cache, rows = split_pieces(cache)
 
         def step(carry: Any, ids: jax.Array, index: jax.Array) -> tuple[jax.Array, Any]:
             """Feeds tokens i32[B] at positions i32[B]; in the first call those before, too."""
@@ -146,7 +149,7 @@ def _model_functions(init_cache: Any, apply: Any, logits: Any, placement: Any) -
                 ids = jnp.concatenate([previous[0][:, None], ids], axis=1)
                 index = jnp.concatenate([index - 1, index], axis=1)
             index = jnp.where(num_tokens[:, None] > 0, index, -1)
-            hidden, cache = read(params, ids, index, cache)
+            hidden, cache = read(params, ids, index, with_rows(cache, rows))
             draft_logits = logits(params, hidden[:, -1])
             check_model_logits("the draft model's logits", draft_logits, hidden[:, -1])
             return draft_logits, (cache,)
@@ -228,7 +231,7 @@ def ngram_drafter(max_ngram: int = 3, min_ngram: int = 1) -> Drafter:
         look_up = jax.vmap(lambda text, length: _look_up(text, length, k, max_ngram, min_ngram))
         ids, count = look_up(token_ids, inputs.positions)
         assert inputs.num_tokens is not None
-        return Draft(ids, num_tokens=jnp.minimum(inputs.num_tokens, count)), state
+        return Draft(ids, num_tokens=jnp.minimum(inputs.num_tokens, count)), ()
 
     return Drafter((), init, extend, propose, reads_pieces=True)
 
@@ -272,6 +275,16 @@ def reads_chunks(state: Any) -> bool:
     return not isinstance(state, _Prompts) and bool(jax.tree.leaves(state))
 
 
+def split_pieces(state: Any) -> tuple[Any, jax.Array | None]:
+    """Returns the state in `Pieces` and their rows, or a state by itself and None."""
+    return (state.cache, state.rows) if isinstance(state, Pieces) else (state, None)
+
+
+def with_rows(cache: Any, rows: jax.Array | None) -> Any:
+    """Returns `Pieces` of a cache, or the cache itself if `rows` is None."""
+    return cache if rows is None else Pieces(cache, rows)
+
+
 class Models(NamedTuple):
     """The target and the drafter of a loop, which its programs take as one argument.
 
@@ -290,7 +303,7 @@ class Models(NamedTuple):
 
     @property
     def reads_pieces(self) -> bool:
-        """Whether `prefill.read_chunk` takes `specjax.types.Pieces` of several prompts."""
+        """Whether both models take `specjax.types.Pieces`: some rows of a cache of more."""
         target, drafter = self
         return target.reads_pieces and (drafter is None or drafter.reads_pieces)
 

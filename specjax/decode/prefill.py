@@ -23,7 +23,7 @@ from specjax.decode.adaptive_k import init_history
 from specjax.decode.capacity import explain_out_of_memory, pad_batch_to_mesh
 from specjax.decode.compile.compiler_options import prefill_options
 from specjax.decode.draft_step import propose_draft
-from specjax.decode.drafters import Models
+from specjax.decode.drafters import Models, with_rows
 from specjax.decode.kinds import Kinds
 from specjax.decode.logprobs import TopLogprobs, empty_logprobs
 from specjax.decode.metrics import init_metrics
@@ -41,7 +41,7 @@ from specjax.decode.token_info import empty_token_info
 from specjax.devices.placement import pvary_like, with_auto_axes
 from specjax.processing.apply_sampling import count_prompt
 from specjax.processing.grammar import start_states
-from specjax.types import Draft, Model, Pieces
+from specjax.types import Draft, Model
 
 __all__ = [
     "begin_compilation",
@@ -391,8 +391,8 @@ def read_chunk(
       states [B, C, D], and features [B, C, A * D] of the drafter's A taps, or None without taps.
     """
     target, drafter = models
-    whole = functools.partial(Pieces, rows=rows) if rows is not None else lambda cache: cache
-    hidden, features, cache = apply_model(target, token_ids, positions, whole(cache), models.taps)
+    operands = (token_ids, positions, with_rows(cache, rows), models.taps)
+    hidden, features, cache = apply_model(target, *operands)
     if drafter is not None:
         if drafter_end is not None:
             positions = jnp.where(positions < drafter_end, positions, -1)
@@ -400,6 +400,6 @@ def read_chunk(
         # features reads the states after the last layer.
         states = features if models.taps else hidden
         states = states if drafter.reads_features else None
-        operands = (whole(drafter_state), token_ids, positions, states)
-        drafter_state = drafter.extend(drafter.params, *operands)
+        inputs = (with_rows(drafter_state, rows), token_ids, positions, states)
+        drafter_state = drafter.extend(drafter.params, *inputs)
     return cache, drafter_state, (hidden, features)

@@ -1,4 +1,4 @@
-"""The engine: requests that come at any time, through one compiled step of `num_slots` slots.
+"""The engine: requests that come at any time, through compiled steps of `num_slots` slots.
 
 The states of a request, and the function that begins each:
 
@@ -37,6 +37,7 @@ Open `engine` first, the public class; then `scheduler`, where a step is a list 
     prompt_logprobs  log-probabilities of prompts, listed by the programs that read them
     usage           counts of requests in OpenAI's words
     programs        the compiled programs, bound to an engine's models
+    step_sizes      steps over fewer slots, while few of them hold a request
     slots           the device's part: pure functions of a `DecodeState` whose requests are slots
     stop_strings    text of tokens, up to the first stop string
 

@@ -23,6 +23,7 @@ from specjax.engine.programs import make_programs, warm_up
 from specjax.engine.queue import PromptGroup
 from specjax.engine.request import Request
 from specjax.engine.scheduler import Scheduler
+from specjax.engine.step_sizes import read_sizes
 from specjax.engine.submission import (
     MAX_STOP_IDS,
     EngineLimits,
@@ -45,7 +46,8 @@ class Engine:
 
     A request waits until a slot is empty, first come, first served. Its prompt is read in chunks
     between the steps of the others. Its tokens depend on its key, prompt and parameters, and on the
-    models, `config` and the engine's shapes. They do not depend on its slot or on other requests.
+    models, `config` and the engine's shapes. They do not depend on its slot or on other requests,
+    unless steps have several sizes or `k_by_load` is set.
 
     The constructor compiles, and no request does. Any thread may submit, abort or preempt, and may
     run the engine by `step`, `run` or an iteration over a request. Threads that run it take turns,
@@ -54,7 +56,11 @@ class Engine:
     Args:
       target: the model whose distribution the output follows.
       drafter: as in `generate`, or None. Ignored if adaptive K would always choose 0.
-      num_slots: B, requests decoded at once, a Python int >= 1.
+      num_slots: B, requests decoded at once, a Python int >= 1. Or rising sizes of steps such as
+        (8, 32, B): a step then has the smallest size that holds the requests in slots. Each size is
+        compiled, and the models need `reads_pieces`. Other requests may then change a text's last
+        bits, and its tokens at near-ties, but not its distribution. With a target of
+        `row_invariant=True` greedy and coupled texts keep their bits.
       options: `LoopOptions`. `max_length`, most tokens of a prompt and its text together, is
         needed, >= 2. `prefill_chunk_size` None is 512 on a GPU, else 128. A CPU reads up to 16
         waiting prompts together, a quarter of a chunk of each or more.
@@ -77,7 +83,8 @@ class Engine:
       max_length: S.
 
     Raises:
-      ValueError: for arguments that `generate` refuses, and a cache without an axis of requests.
+      ValueError: for arguments that `generate` refuses, a cache without an axis of requests, and
+        several sizes of steps for models that read no pieces.
       MemoryError: if the device has no room for the slots, before anything is compiled where the
         device tells how much is free. The error names the bytes of a slot, a step and a chunk.
 
@@ -101,7 +108,7 @@ class Engine:
         target: Model,
         drafter: Drafter | None,
         *,
-        num_slots: int,
+        num_slots: int | Sequence[int],
         options: LoopOptions,
         sampling: SamplingParams | None = None,
         config: SpeculativeConfig | None = None,
@@ -110,7 +117,8 @@ class Engine:
         k_by_load: bool = False,
         takes_matchers: bool = False,
     ) -> None:
-        num_slots = check_count("num_slots", num_slots, 1, "the requests decoded at once")
+        step_sizes = read_sizes(num_slots)
+        num_slots = step_sizes[-1]
         max_length = check_capacity(options, "the tokens that a slot holds")
         why = "the requests that wait for a slot"
         max_waiting = check_count("max_waiting", max_waiting, 1, why)
@@ -133,6 +141,7 @@ class Engine:
             max_length=max_length,
             chunk_size=min(chunk_size, max_length),
             options=step_options,
+            step_sizes=step_sizes,
             prompt_logprobs=static.prompt_logprobs,
         )
         self.num_slots, self.max_length = num_slots, max_length

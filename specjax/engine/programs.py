@@ -25,7 +25,8 @@ from specjax.decode.state import DecodeState, Settings
 from specjax.decode.target_step import vocabulary_size
 from specjax.engine import slots
 from specjax.engine.slots import PromptCaches, RequestSettings, StepOutput
-from specjax.types import Model
+from specjax.engine.step_sizes import check_reads_rows, step_chosen
+from specjax.types import Draft, Model
 
 __all__ = [
     "BatchShape",
@@ -93,7 +94,8 @@ class Programs(NamedTuple):
       take_caches: `(batch_caches, place) -> caches` of one prompt.
       admit: `(slots, caches, slot, prompt[1, S], request) -> slots`, with caches of any length. Or
         `(slots, batch_caches, slot, prompt[1, S], request, place) -> slots`.
-      step: `(slots, allowed) -> (slots, StepOutput)`.
+      step: `(slots, allowed, chosen) -> (slots, StepOutput)` of the slots chosen, i32[n].
+      step_sizes: the n for which `step` is compiled, rising; the last is B.
       release: `(slots, is_released: bool[B]) -> slots`.
       park: `(slots, slot) -> DecodeState`, a batch of one.
       resume: `(slots, parked, slot) -> slots`.
@@ -116,6 +118,7 @@ class Programs(NamedTuple):
     take_caches: Callable[..., PromptCaches]
     admit: Callable[..., DecodeState]
     step: Callable[..., tuple[DecodeState, StepOutput]]
+    step_sizes: tuple[int, ...]
     release: Callable[..., DecodeState]
     park: Callable[..., DecodeState]
     resume: Callable[..., DecodeState]
@@ -170,6 +173,7 @@ def make_programs(
     max_length: int,
     chunk_size: int,
     options: StepOptions,
+    step_sizes: tuple[int, ...],
     prompt_logprobs: bool = False,
 ) -> Programs:
     """Returns the programs of an engine; nothing is compiled yet.
@@ -180,13 +184,16 @@ def make_programs(
       max_length: S.
       chunk_size: C.
       options: as in `run_step`.
+      step_sizes: from `read_sizes`.
       prompt_logprobs: whether requests may list their prompts, by `settings.token_info`.
 
     Raises:
       ValueError: for a mesh with several processes or several devices for requests. Also for a
-        cache with a leaf without an axis of requests, and for drafts with `rows`.
+        cache with a leaf without an axis of requests, and for drafts with `rows`. For several sizes
+        of steps also for models that read no pieces.
     """
     _check_placement(models.target)
+    check_reads_rows(models, step_sizes)
     empty = functools.partial(
         slots.empty_slots, models, settings, max_length=max_length, options=options
     )
@@ -195,11 +202,7 @@ def make_programs(
     # First, because this refuses outputs of a faulty target. The state's shapes depend on them.
     vocab_size = vocabulary_size(models.target, num_slots, num_rows, max_length)
     shapes = slots.empty_slots.eval_shape(*empty.args, **empty.keywords)
-    if shapes.draft.rows is not None:
-        raise ValueError(
-            "the drafter's drafts have rows, which say in which request's place logits lie; an "
-            "engine moves requests between slots and needs drafts without."
-        )
+    _check_draft(shapes.draft)
     axes = slots.slot_axes(shapes, axes_of_caches)
     # The state of a whole-prompt drafter cannot be grown, so that its caches begin with length S.
     drafter_state = shapes.drafter_state
@@ -228,7 +231,8 @@ def make_programs(
         admit=functools.partial(
             slots.admit, models, axes=axes, cache_axes=leaf_axes, options=options
         ),
-        step=functools.partial(slots.step_slots, models, options=options),
+        step=functools.partial(step_chosen, models, options=options),
+        step_sizes=step_sizes,
         release=slots.release,
         park=functools.partial(slots.take, axes=axes),
         resume=functools.partial(slots.put, axes=axes),
@@ -262,6 +266,15 @@ def _check_placement(target: Model) -> None:
         raise ValueError(
             f"the target's mesh has {placement.round_up(1)} devices on its axis 'data'; an engine "
             "moves requests between slots and needs one: jax.make_mesh((1, N), ('data', 'model'))."
+        )
+
+
+def _check_draft(draft: Draft) -> None:
+    """Refuses drafts of which one request's may lie in another's place."""
+    if draft.rows is not None:
+        raise ValueError(
+            "the drafter's drafts have rows, which say in which request's place logits lie; an "
+            "engine moves requests between slots and needs drafts without."
         )
 
 
@@ -369,7 +382,8 @@ def warm_up(
         for _ in range(2):
             for caches, *place in _caches_of_each_length(programs):
                 state = programs.admit(state, caches, *operands, *place)
-            state, output = programs.step(state, allowed)
+            for size in programs.step_sizes:
+                state, output = programs.step(state, allowed, np.arange(size, dtype=np.int32))
             # Caches of no more than two prompts at a time, as in a round of the scheduler.
             caches = programs.new_target_caches(max_length=length)
             caches = programs.prefill_chunk(caches, *empty_chunk(1, programs.chunk_size))

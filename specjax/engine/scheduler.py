@@ -3,7 +3,7 @@
 A round is one call of `take_step`, or of `take_step_async`:
 
     dispatch     drop aborted requests -> vacate slots -> fill slots -> release slots
-                 -> fill masks -> dispatch a step of all slots
+                 -> fill masks -> dispatch a step of the smallest size that holds all requests
     deliver      give each request the tokens of the step before, while the device runs this one;
                  vacate the slots of those that ended with it
 
@@ -41,6 +41,7 @@ from specjax.engine.programs import Programs
 from specjax.engine.queue import ParkedRequest, QueueEntry, WaitingQueue
 from specjax.engine.request import PROGRAM_EXITS, FinishReason, Request, describe
 from specjax.engine.slots import StepOutput, read_output, without_masks
+from specjax.engine.step_sizes import choose_slots
 
 __all__ = ["DispatchedStep", "Scheduler", "delayed_interrupts"]
 
@@ -101,11 +102,11 @@ def delayed_interrupts() -> Iterator[None]:
 
 
 class DispatchedStep(NamedTuple):
-    """A step that was dispatched, and for each slot the request that has not got its tokens.
+    """A step that was dispatched, and for each row the request that has not got its tokens.
 
     Attributes:
-      output: on the device.
-      occupants: B requests; None where a slot was empty, and once a request has its tokens.
+      output: on the device, with n rows.
+      occupants: n requests; None where a slot was empty, and once a request has its tokens.
     """
 
     output: StepOutput
@@ -280,7 +281,7 @@ class Scheduler:
         for slot, request in enumerate(self._occupants):
             if request is None:
                 continue
-            num_steps = sum(step.occupants[slot] is request for step in self._in_flight)
+            num_steps = sum(request in step.occupants for step in self._in_flight)
             if request.finish_reason is not None:
                 self._to_release.add(slot)
             elif request.num_remaining > num_steps:  # A step gives at least one token.
@@ -359,9 +360,11 @@ class Scheduler:
         return jax.device_put(masks)
 
     def _dispatch_step(self, masks: jax.Array | None) -> None:
-        """Dispatches a step of all slots; its output is copied to the host once it is there."""
-        self._slots, output = self._programs.step(self._slots, masks)
-        self._in_flight.append(DispatchedStep(output, list(self._occupants)))
+        """Dispatches a step of the slots chosen; its output is copied once it is there."""
+        chosen = choose_slots(self._occupants, self._programs.step_sizes)
+        self._slots, output = self._programs.step(self._slots, masks, chosen)
+        occupants = [self._occupants[slot] for slot in chosen]
+        self._in_flight.append(DispatchedStep(output, occupants))
         self.num_steps += 1
         self.num_occupied += self._count_occupied()
         for leaf in jax.tree.leaves(without_masks(output)):
@@ -376,18 +379,18 @@ class Scheduler:
           output: of that step, as NumPy arrays.
         """
         occupants = step.occupants
-        for slot, request in enumerate(occupants):
+        for row, request in enumerate(occupants):
             # Cleared before `add`: if that raises, the others get their tokens in the next round.
-            occupants[slot] = None
+            occupants[row] = None
             if request is None or request.finish_reason is not None:
                 continue
             with self._calling_user_code():
-                request.add(output, slot)
+                request.add(output, row)
             # Vacated here only if the device has stopped in the slot, too. After a stop string it
             # decodes on: `_vacate_slots` then vacates the slot and has it released.
-            is_in_slot = self._occupants[slot] is request
-            if is_in_slot and output.finish[slot] != 0 and request.finish_reason is not None:
-                self._occupants[slot] = None
+            has_stopped = output.finish[row] != 0 and request.finish_reason is not None
+            if has_stopped and request in self._occupants:
+                self._occupants[self._occupants.index(request)] = None
         if self._in_flight and self._in_flight[0] is step:
             self._in_flight.popleft()
 

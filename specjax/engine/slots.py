@@ -33,6 +33,7 @@ from specjax.decode.token_info import TokenInfo
 from specjax.processing.sampling_params import SamplingParams
 
 __all__ = [
+    "NO_BATCH_AXIS",
     "PromptCaches",
     "RequestSettings",
     "StepOutput",
@@ -55,7 +56,7 @@ __all__ = [
 
 _State = TypeVar("_State")
 # In place of an axis, for a leaf that all requests share. Axes of other leaves are counted from 0.
-_NO_BATCH_AXIS = -1
+NO_BATCH_AXIS = -1
 # The `finish` of a slot without a request.
 _EMPTY_SLOT = -1
 
@@ -383,7 +384,7 @@ def take(state: _State, index: jax.Array, *, axes: tuple[int, ...]) -> _State:
     """
     leaves, structure = jax.tree.flatten(state)
     taken = (
-        leaf if axis == _NO_BATCH_AXIS else jax.lax.dynamic_slice_in_dim(leaf, index, 1, axis)
+        leaf if axis == NO_BATCH_AXIS else jax.lax.dynamic_slice_in_dim(leaf, index, 1, axis)
         for leaf, axis in zip(leaves, axes, strict=True)
     )
     return jax.tree.unflatten(structure, taken)
@@ -402,7 +403,7 @@ def put(state: _State, one: _State, index: jax.Array, *, axes: tuple[int, ...]) 
     leaves, structure = jax.tree.flatten(state)
 
     def put_leaf(leaf: jax.Array, value: jax.Array, axis: int) -> jax.Array:
-        if axis == _NO_BATCH_AXIS:
+        if axis == NO_BATCH_AXIS:
             return leaf
         return jax.lax.dynamic_update_slice_in_dim(leaf, value, index, axis)
 
@@ -466,7 +467,7 @@ def slot_axes(slots: DecodeState, axes_of_caches: PromptCaches) -> tuple[int, ..
     """
 
     def shared(axes: Any) -> Any:
-        return jax.tree.map(lambda _: _NO_BATCH_AXIS, axes)
+        return jax.tree.map(lambda _: NO_BATCH_AXIS, axes)
 
     axes = jax.tree.map(lambda _: 0, slots)
     settings = axes.settings._replace(
@@ -487,5 +488,5 @@ def slot_bytes(slots: DecodeState, axes: tuple[int, ...]) -> int:
     return sum(
         leaf.size * leaf.dtype.itemsize // leaf.shape[axis]
         for leaf, axis in leaves
-        if axis != _NO_BATCH_AXIS
+        if axis != NO_BATCH_AXIS
     )

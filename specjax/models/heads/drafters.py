@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax.config import SpeculativeConfig
-from specjax.decode.drafters import Drafter
+from specjax.decode.drafters import Drafter, split_pieces, with_rows
 from specjax.decode.propose import DraftInputs, propose_step
 from specjax.devices.placement import replicate
 from specjax.implementation import Implementation
@@ -280,7 +280,7 @@ class _Eagle3(_HeadDrafter[Eagle3Config]):
     def propose(
         self,
         params: Any,
-        state: _Eagle3State,
+        state: _Eagle3State | Pieces,
         token_ids: jax.Array,
         hidden: jax.Array,
         inputs: DraftInputs,
@@ -290,12 +290,15 @@ class _Eagle3(_HeadDrafter[Eagle3Config]):
         num_tokens, scale = inputs.num_tokens, self.head.logit_scale
         run = self.target.on_each_device(self._run)
         assert num_tokens is not None
+        whole, cache_rows = split_pieces(state)
+        first = whole.last if cache_rows is None else whole.last[cache_rows]
 
         def step(carry: Any, token: jax.Array, position: jax.Array) -> tuple[jax.Array, Any]:
             cache, last = carry
             pairs = jnp.where(num_tokens >= 0, position - 1, -1)[:, None]
             tokens = self._embed(params, token[:, None])
-            outputs, cache = run(params["head"], tokens, last[:, None], pairs, cache)
+            pieces = with_rows(cache, cache_rows)
+            outputs, cache = run(params["head"], tokens, last[:, None], pairs, pieces)
             last = outputs[:, 0]
             rows = merge_eagle3(self.head, params["head"]).decode(last)
             logits = self._logits(params, rows, hidden.dtype)
@@ -303,12 +306,12 @@ class _Eagle3(_HeadDrafter[Eagle3Config]):
 
         drafts, (cache, _) = propose_step(
             step,
-            (state.cache, state.last),
+            (whole.cache, first),
             _last_tokens(token_ids, inputs.positions)[:, 0],
             inputs,
             **self._sampling_options(params, **options),
         )
-        return drafts, state._replace(cache=cache)
+        return drafts, whole._replace(cache=cache)
 
 
 class _DFlash(_HeadDrafter[DFlashConfig]):

@@ -8,6 +8,7 @@ from .tests import (
     json_schemas,
     pieces,
     queues,
+    step_sizes,
     stop_strings,
     text_streams,
 )
@@ -43,6 +44,10 @@ _ALONE = "test_an_engine_that_reads_pieces_gives_the_texts_of_one_that_reads_eac
 _BOUND = "test_the_bound_holds_whenever_requests_end"
 _FULL = "test_a_chunk_of_pieces_waits_until_it_is_full_unless_a_slot_does"
 _MATCHED = "test_an_engine_gives_valid_json_by_the_automaton_and_by_llguidance_next_to_free_texts"
+_SMALLEST = "test_a_step_has_the_smallest_size_that_holds_the_occupied_slots"
+_SOME = "test_a_step_of_some_slots_moves_these_as_a_full_step_does_and_no_other"
+_SAME = "test_greedy_texts_are_those_of_full_steps"
+_MASKED = "test_adaptive_k_penalties_and_matchers_follow_their_slots"
 
 MUTATIONS = (
     Mutation(
@@ -547,5 +552,54 @@ MUTATIONS = (
         "b",
         pieces(f"{_CACHES}[interpret-model]"),
         "kernels read and write the row of a piece's number",
+    ),
+    Mutation(
+        "specjax.engine.step_sizes.choose_slots",
+        "n >= is_empty.count(False)",
+        "n > is_empty.count(False)",
+        step_sizes(_SMALLEST),
+        "a step has a larger size than it needs",
+    ),
+    Mutation(
+        "specjax.engine.step_sizes.choose_slots",
+        'np.argsort(is_empty, kind="stable")',
+        "list(range(len(is_empty)))",
+        step_sizes(_SMALLEST),
+        "a step of fewer slots has the first, empty or not",
+    ),
+    Mutation(
+        "specjax.engine.step_sizes.step_some_slots",
+        "leaf.at[chosen].set",
+        "leaf.at[: len(chosen)].set",
+        step_sizes(f"{_SOME}[model]"),
+        "the results of a step of some slots go into the first",
+    ),
+    Mutation(
+        "specjax.engine.step_sizes.step_some_slots",
+        "allowed[chosen]",
+        "allowed[: len(chosen)]",
+        step_sizes(f"{_MASKED}[False]"),
+        "a step of some slots has the masks of the first",
+    ),
+    Mutation(
+        "specjax.engine.step_sizes._bind",
+        "Pieces(given[cache], rows)",
+        "Pieces(given[cache], jax.numpy.arange(len(rows)))",
+        step_sizes(f"{_SOME}[dflash]"),
+        "a step of some slots reads and writes the first rows of the caches",
+    ),
+    Mutation(
+        "specjax.models.heads.drafters._Eagle3.propose",
+        "whole.last[cache_rows]",
+        "whole.last[: len(cache_rows)]",
+        step_sizes(f"{_SOME}[eagle3]"),
+        "a head drafts from the last states of the first slots",
+    ),
+    Mutation(
+        "specjax.engine.scheduler.Scheduler._dispatch_step",
+        "[self._occupants[slot] for slot in chosen]",
+        "list(self._occupants)",
+        step_sizes(f"{_SAME}[None]"),
+        "a request gets the tokens of another row of a step of some slots",
     ),
 )

@@ -39,7 +39,7 @@ MUTATIONS = (
     ),
     Mutation(
         f"{_ENGINE}scheduler.Scheduler._deliver",
-        "            occupants[slot] = None\n            if request is None",
+        "            occupants[row] = None\n            if request is None",
         "            if request is None",
         faults(f"{_STOPS}[SystemExit]"),
         "a step that was half read adds its tokens twice",

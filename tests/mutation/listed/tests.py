@@ -70,6 +70,7 @@ __all__ = [
     "searches",
     "server_parameters",
     "server_routes",
+    "step_sizes",
     "stop_strings",
     "text_streams",
     "soaks",
@@ -167,6 +168,7 @@ acceptance_rates = _of("theory/test_acceptance_rates.py")
 searches = _of("core/test_bisection.py")
 pivots = _of("core/test_pivot_search.py")
 sample_kernels = _of("pallas/test_sample.py")
+step_sizes = _of("engine/test_step_sizes.py")
 stop_strings = _of("engine/test_stop_strings.py")
 text_streams = _of("engine/test_text_stream.py")
 streamed = _of("cli/test_stream_programs.py")
