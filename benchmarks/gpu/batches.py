@@ -5,7 +5,8 @@ python -m benchmarks.gpu.batches --out benchmarks/results/h100_batches.json --vl
 python -m benchmarks.gpu.batches --cases costs --out benchmarks/results/h100_step_costs.json
 
 The second puts lines of JSON of vLLM's whole engine next to the first's records. The third measures
-the step costs by which K = "auto" chooses, and the K that they make best at some acceptance rates.
+the step costs by which K = "auto" chooses, and the K that they make best at some acceptance rates,
+a record for each batch size.
 """
 
 import dataclasses
@@ -155,25 +156,24 @@ def cases(setup: Setup, batch: int, effort: Effort) -> Iterator[dict[str, Any]]:
         yield record | {"prefill_ms": prefill_ms(setup, drafter, batch, effort)}
 
 
-def step_costs(setup: Setup, batches: list[int], effort: Effort) -> dict[str, Any]:
+def step_costs(setup: Setup, batch: int, effort: Effort) -> dict[str, Any]:
     """Milliseconds of steps of 0 to 5 drafted tokens, and the best of them at some rates."""
     most, num_steps = (2, 4) if effort.context < 1024 else (5, 32)
     room = 1 + (num_steps + 1) * (most + 1)
     costs = specjax.measure_step_costs(
         setup.target,
         setup.drafter,
-        batch_sizes=batches,
+        batch_sizes=[batch],
         max_num_speculative_tokens=most,
         context=effort.context,
         options=specjax.LoopOptions(max_length=effort.context + room),
         num_steps=num_steps,
-        rounds=effort.runs,
+        rounds=3,
     )
     record: dict[str, Any] = {"case": "step costs", **dataclasses.asdict(costs)}
     for rate in (0.5, 0.6, 0.7, 0.8):
         tokens = specjax.theory.acceptance_lengths([rate**i for i in range(1, most + 1)])
-        times = [costs.interpolate(batch) for batch in batches]
-        record[f"best K at {rate}"] = specjax.theory.best_k(tokens, times).k.tolist()
+        record[f"best K at {rate}"] = int(specjax.theory.best_k(tokens, costs.milliseconds[0]).k)
     return record
 
 
@@ -184,8 +184,8 @@ def records(
     load = REHEARSAL if is_smoke else Load()
     for batch in batches if "steps" in names else []:
         yield from cases(setup, batch, effort)
-    if "costs" in names:
-        yield step_costs(setup, batches, effort)
+    for batch in batches if "costs" in names else []:
+        yield step_costs(setup, batch, effort)
     for chunk in load.chunks:
         if "mixed" in names:
             yield mixed_load(setup, load, chunk)
@@ -232,8 +232,10 @@ def main() -> None:
     for record in records(setup, args.cases, args.batch, effort, args.smoke):
         section["cases"].append(record)
         save(args.out, {"specjax": section})
-        numbers = {k: v for k, v in record.items() if isinstance(v, int | float)}
-        shown = ", ".join(f"{name} {value:.4g}" for name, value in numbers.items())
+        numbers = {k: np.array(v) for k, v in record.items() if isinstance(v, int | float | tuple)}
+        shown = ", ".join(
+            f"{name} {np.array2string(value, precision=3)}" for name, value in numbers.items()
+        )
         print(f"{record['case']:16} {shown}", flush=True)
 
 
