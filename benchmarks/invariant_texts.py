@@ -6,14 +6,17 @@ python -m benchmarks.invariant_texts --layers 8 --dtypes bfloat16 --texts 64 --n
 
 The target decodes each text alone, without drafts, at temperatures 0, 0.7 and 1. It is embedded, of
 a folder, or of random layers of Llama 3.1 8B. Each case decodes the same texts otherwise: in
-batches, by drafts with the rule "coupled" (of prompt lookup, a draft model and an EAGLE-3 head),
-from prompts in other chunks, by an engine that preempts. The last case scores the whole texts.
+batches, by drafts with the rule "coupled" (of prompt lookup, a draft model and an EAGLE-3 head, K =
+1, 3, 5 and 7), from prompts in other chunks, by an engine that preempts. The last case scores the
+whole texts.
 Equal are texts of the same tokens, and of the same bits of log-probabilities: of the distribution
 that was sampled, and of the model's at temperature 1. Runs on a CPU and on a GPU.
 """
 
 import argparse
 import dataclasses
+import functools
+import itertools
 import pathlib
 import time
 from collections.abc import Callable, Iterator
@@ -41,23 +44,24 @@ TEMPERATURES = (0.0, 0.7, 1.0)
 
 
 class Load(NamedTuple):
-    """How many texts, of how many new tokens, and the tokens that a row of the cache holds."""
+    """How many texts, of how many new tokens, the tokens of a row of the cache, and each K."""
 
     num_texts: int
     new_tokens: int
     max_length: int
+    ks: tuple[int, ...] = (1, 3, 5, 7)
 
 
-QUICK = Load(6, 8, 48)
+QUICK = Load(6, 8, 48, (1, 3))
 # Tokens of each text, and both log-probabilities of each.
 Texts = list[tuple[np.ndarray, ...]]
 
 
 class Source(NamedTuple):
-    """A target, the drafters that are tried with it, each with its K, and tokens to begin with."""
+    """A target, the drafters that are tried with it, and tokens to begin with."""
 
     target: specjax.Model
-    drafters: dict[str, tuple[int, specjax.Drafter]]
+    drafters: dict[str, specjax.Drafter]
     prompts: list[list[int]]
 
 
@@ -66,8 +70,8 @@ def of_folder(folder: pathlib.Path, dtype: str, row_invariant: bool) -> Source:
     target, _ = load(folder, dtype, row_invariant=row_invariant)
     drafters = {}
     if folder == pretrained_folder("target"):
-        for name, k, part in (("draft model", 1, "draft"), ("EAGLE-3", 5, "eagle3")):
-            drafters[name] = k, load_drafter(pretrained_folder(part), target)
+        for name, part in (("draft model", "draft"), ("EAGLE-3", "eagle3")):
+            drafters[name] = load_drafter(pretrained_folder(part), target)
     tokenizer = load_tokenizer(folder)
     return Source(target, drafters, [tokenizer.encode(text).ids for text in TEXTS])
 
@@ -82,8 +86,8 @@ def of_shapes(num_layers: int, dtype: str, row_invariant: bool, quick: bool) -> 
     taps = (0, num_layers // 2, num_layers)
     head = Eagle3Config(layer, config.hidden_size, config.vocab_size, taps)
     drafters = {
-        "draft model": (1, specjax.model_drafter(draft)),
-        "EAGLE-3": (5, eagle3_drafter(target, head, build_eagle3(head, seed=2))),
+        "draft model": specjax.model_drafter(draft),
+        "EAGLE-3": eagle3_drafter(target, head, build_eagle3(head, seed=2)),
     }
     draw = np.random.default_rng(3)
     return Source(target, drafters, [draw.integers(0, 500, 5).tolist() for _ in TEXTS])
@@ -94,8 +98,7 @@ class Bench:
 
     def __init__(self, source: Source, size: Load) -> None:
         self.size, self.target = size, source.target
-        # Name: K, and the drafter.
-        self.drafters = {"prompt lookup": (3, specjax.ngram_drafter())} | source.drafters
+        self.drafters = {"prompt lookup": specjax.ngram_drafter()} | source.drafters
         room, prompts = size.max_length - size.new_tokens, source.prompts
         self.prompts = [
             (prompts[i % len(prompts)] * (1 + i % 12))[:room] for i in range(size.num_texts)
@@ -171,13 +174,12 @@ class Bench:
 
 def cases(bench: Bench, wanted: Texts) -> Iterator[tuple[str, Callable[[], Texts]]]:
     """Names of the cases, and functions that decode the texts so, or score those decoded alone."""
-    size = bench.size.num_texts
+    size, lookup = bench.size.num_texts, bench.drafters["prompt lookup"]
     yield "all at once", lambda: bench.decode(size)
     yield "seven at once, chunks of 16", lambda: bench.decode(7, chunk=16)
     yield "all at once, chunks of 1024", lambda: bench.decode(size, chunk=1024)
-    for name, (k, drafter) in bench.drafters.items():
-        yield f"{name}, K = {k}", lambda k=k, drafter=drafter: bench.decode(size, drafter, k)
-    _, lookup = bench.drafters["prompt lookup"]
+    for (name, drafter), k in itertools.product(bench.drafters.items(), bench.size.ks):
+        yield f"{name}, K = {k}", functools.partial(bench.decode, size, drafter, k)
     yield "alone, prompt lookup, K = 7", lambda: bench.decode(1, lookup, 7)
     yield "engine of 5 slots, preempted", lambda: bench.serve(5, lookup, 3)
     yield "scores of the whole texts", lambda: bench.score(wanted)

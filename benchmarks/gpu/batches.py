@@ -3,9 +3,12 @@
 python -m benchmarks.gpu.batches --out benchmarks/results/h100_batches.json
 python -m benchmarks.gpu.batches --out benchmarks/results/h100_batches.json --vllm vllm.jsonl
 python -m benchmarks.gpu.batches --cases costs --out benchmarks/results/h100_step_costs.json
+python -m benchmarks.gpu.batches --cases lengths --batch 1 8 16 64 --out h100_lengths.json
 
 The second puts lines of JSON of vLLM's whole engine next to the first's records. The third measures
-the step costs by which K = "auto" chooses, and the K that they make best at some acceptance rates.
+the step costs by which K = "auto" chooses, and the K that they make best at some acceptance rates,
+a record for each batch size. The fourth times steps in longer buffers, and steps of requests of
+mixed lengths; B = 32 needs a GPU of 141 GB.
 """
 
 import dataclasses
@@ -21,9 +24,12 @@ import jax
 import numpy as np
 
 import specjax
-from benchmarks.gpu.decode import Effort, clock, profile, speculate
+from benchmarks.gpu.decode import Effort, Timed, clock, profile, repeat_step, speculate
 from benchmarks.gpu.heads import Setup, eagle3
 from benchmarks.record import environment, gpu_parser, parse_on_gpu, save
+from specjax.decode.drafters import Models
+from specjax.decode.prefill import begin_prefill
+from specjax.decode.request_batch import RequestArguments, check_arguments
 
 K, LENGTH = 3, 3.0
 CONFIG = specjax.SpeculativeConfig(
@@ -65,7 +71,7 @@ class Load(NamedTuple):
         )
 
 
-CASES = ["steps", "mixed", "late", "costs"]
+CASES = ["steps", "mixed", "late", "costs", "lengths"]
 REHEARSAL = Load(9, (5, 20), (3, 12), 8, 64, (16,), 20)
 
 
@@ -142,9 +148,14 @@ def prefill_ms(setup: Setup, drafter: specjax.Drafter | None, batch: int, effort
     return statistics.median(taken[1:])
 
 
+def drafters(setup: Setup) -> dict[str, specjax.Drafter | None]:
+    """What drafts, by the names of the records."""
+    return {"plain": None, f"EAGLE-3, K = {K}": setup.drafter}
+
+
 def cases(setup: Setup, batch: int, effort: Effort) -> Iterator[dict[str, Any]]:
     """A record of plain and of speculative decoding of one batch size."""
-    for name, drafter in (("plain", None), ("EAGLE-3, K = 3", setup.drafter)):
+    for name, drafter in drafters(setup).items():
         max_length = effort.context + effort.room if batch >= LARGE else None
         timed = speculate(setup.target, drafter, batch, effort, K, LENGTH, max_length)
         figures, _ = clock(timed, effort)
@@ -155,25 +166,70 @@ def cases(setup: Setup, batch: int, effort: Effort) -> Iterator[dict[str, Any]]:
         yield record | {"prefill_ms": prefill_ms(setup, drafter, batch, effort)}
 
 
-def step_costs(setup: Setup, batches: list[int], effort: Effort) -> dict[str, Any]:
+class Held(NamedTuple):
+    """Tokens that each request of a batch holds, and those that it has room for."""
+
+    lengths: list[int]
+    max_length: int
+
+    def steps(self, setup: Setup, drafter: specjax.Drafter | None, effort: Effort) -> Timed:
+        """Steps of these requests. Their prompts are not read: the caches hold zeros."""
+        models, lengths = Models(setup.target, drafter), np.int32(self.lengths)
+        prompts = np.ones((len(lengths), max(lengths)), np.int32), lengths
+        most = effort.iterations * (K + 1) + 2
+        arguments = RequestArguments(prompts, jax.random.key(0), most)
+        options = specjax.LoopOptions(max_length=self.max_length)
+        requests, static = check_arguments(*models, arguments, CONFIG, options)
+        begin = jax.jit(begin_prefill, static_argnames="options")
+        state = begin(models, requests, options=static.step)
+        return repeat_step(*models, state, CONFIG, effort.iterations)
+
+
+def compared_lengths(batch: int, context: int) -> Iterator[tuple[str, Held, Held]]:
+    """Names, batches, and the batches that they are compared with.
+
+    Equal lengths in buffers of 16 times the context, or of 4 times in a large batch, against twice
+    the context. One request of 16,000 tokens next to others of 1,000, against equal requests of the
+    same total.
+    """
+    equal, times, short = [context] * batch, 16 if batch <= 32 else 4, 1000 * context // 1024
+    yield "longer buffers", Held(equal, times * context), Held(equal, 2 * context)
+    if 1 < batch <= 32:
+        mixed = [short] * (batch - 1) + [16 * short]
+        mean = [sum(mixed) // batch] * batch
+        yield "mixed lengths", Held(mixed, 16 * context), Held(mean, 16 * context)
+
+
+def lengths(setup: Setup, batch: int, effort: Effort) -> Iterator[dict[str, Any]]:
+    """A record of each comparison, plain and speculative, with the ratio of both medians."""
+    for what, one, other in compared_lengths(batch, effort.context):
+        for name, drafter in drafters(setup).items():
+            base, _ = clock(other.steps(setup, drafter, effort), effort)
+            figures, _ = clock(one.steps(setup, drafter, effort), effort)
+            sizes = {"B": batch, "max_length": one.max_length, "longest": max(one.lengths)}
+            ratio = figures["median_ms"] / base["median_ms"]
+            record = {"case": f"{name}, {what}", **sizes, **figures}
+            yield record | {"base_ms": base["median_ms"], "ratio": ratio}
+
+
+def step_costs(setup: Setup, batch: int, effort: Effort) -> dict[str, Any]:
     """Milliseconds of steps of 0 to 5 drafted tokens, and the best of them at some rates."""
     most, num_steps = (2, 4) if effort.context < 1024 else (5, 32)
     room = 1 + (num_steps + 1) * (most + 1)
     costs = specjax.measure_step_costs(
         setup.target,
         setup.drafter,
-        batch_sizes=batches,
+        batch_sizes=[batch],
         max_num_speculative_tokens=most,
         context=effort.context,
         options=specjax.LoopOptions(max_length=effort.context + room),
         num_steps=num_steps,
-        rounds=effort.runs,
+        rounds=3,
     )
     record: dict[str, Any] = {"case": "step costs", **dataclasses.asdict(costs)}
     for rate in (0.5, 0.6, 0.7, 0.8):
         tokens = specjax.theory.acceptance_lengths([rate**i for i in range(1, most + 1)])
-        times = [costs.interpolate(batch) for batch in batches]
-        record[f"best K at {rate}"] = specjax.theory.best_k(tokens, times).k.tolist()
+        record[f"best K at {rate}"] = int(specjax.theory.best_k(tokens, costs.milliseconds[0]).k)
     return record
 
 
@@ -184,8 +240,10 @@ def records(
     load = REHEARSAL if is_smoke else Load()
     for batch in batches if "steps" in names else []:
         yield from cases(setup, batch, effort)
-    if "costs" in names:
-        yield step_costs(setup, batches, effort)
+    for batch in batches if "lengths" in names else []:
+        yield from lengths(setup, batch, effort)
+    for batch in batches if "costs" in names else []:
+        yield step_costs(setup, batch, effort)
     for chunk in load.chunks:
         if "mixed" in names:
             yield mixed_load(setup, load, chunk)
@@ -232,8 +290,10 @@ def main() -> None:
     for record in records(setup, args.cases, args.batch, effort, args.smoke):
         section["cases"].append(record)
         save(args.out, {"specjax": section})
-        numbers = {k: v for k, v in record.items() if isinstance(v, int | float)}
-        shown = ", ".join(f"{name} {value:.4g}" for name, value in numbers.items())
+        numbers = {k: np.array(v) for k, v in record.items() if isinstance(v, int | float | tuple)}
+        shown = ", ".join(
+            f"{name} {np.array2string(value, precision=3)}" for name, value in numbers.items()
+        )
         print(f"{record['case']:16} {shown}", flush=True)
 
 

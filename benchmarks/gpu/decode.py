@@ -153,6 +153,17 @@ def speculate(
         max_new_tokens=effort.iterations * (k + 1) + 2,
         options=specjax.LoopOptions(max_length=max_length),
     )
+    return repeat_step(target, drafter, state, config, effort.iterations)
+
+
+def repeat_step(
+    target: specjax.Model,
+    drafter: specjax.Drafter | None,
+    state: specjax.DecodeState,
+    config: specjax.SpeculativeConfig | None,
+    iterations: int,
+) -> Timed:
+    """Steps from a state on, which is given away."""
 
     def loop(caches: Any, target: Any, drafter: Any, state: Any) -> Any:
         def step(_: Any, state: Any) -> Any:
@@ -160,12 +171,12 @@ def speculate(
 
         # What a run before has written after the prompt is written again.
         begun = state._replace(target_cache=caches[0], drafter_state=caches[1])
-        done = jax.lax.fori_loop(0, effort.iterations, step, begun)
+        done = jax.lax.fori_loop(0, iterations, step, begun)
         return done.lengths - state.lengths, (done.target_cache, done.drafter_state)
 
     caches = (state.target_cache, state.drafter_state)
     rest = state._replace(target_cache=None, drafter_state=None)
-    return Timed(loop, caches, (target, drafter, rest), effort.iterations)
+    return Timed(loop, caches, (target, drafter, rest), iterations)
 
 
 def clock(timed: Timed, effort: Effort) -> tuple[dict[str, Any], Any]:

@@ -22,7 +22,7 @@ def batches_table(result: dict[str, Any]) -> str:
     """Returns three tables: times by batch size, an engine's load, steps by kind of kernel."""
     section, peer = result["specjax"], result.get("vllm", {"cases": []})
     theirs = {(case["case"], case.get("B")): case for case in peer["cases"]}
-    steps = [case for case in section["cases"] if "B" in case]
+    steps = [case for case in section["cases"] if "prefill_ms" in case]
     lines = [
         "| | B | ms a step | vLLM | ratio | ms to read prompts | vLLM | ratio |",
         "|---|---|---|---|---|---|---|---|",

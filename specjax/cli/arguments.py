@@ -226,6 +226,7 @@ _COMMANDS = {
             "report": _REPORT_OPTIONS,
         },
         prompt="texts to continue; without one, or for -, standard input is read",
+        file_group="a file of prompts",
     ),
     "chat": Command(
         "hold a conversation",
@@ -324,8 +325,9 @@ def parse_options(argv: list[str] | None) -> tuple[argparse.Namespace, Speculati
         raise ValueError(
             f"--dtype is {options.dtype}; it needs to be {' or '.join(_DTYPES)}.{hint}"
         )
-    for table in _COMMANDS[options.command].groups.values():
-        if table is not _BATCH_OPTIONS:  # Those need --input first.
+    command = _COMMANDS[options.command]
+    for heading, table in command.groups.items():
+        if heading != command.file_group:
             check_limits(options, table)
     check_mesh_options(options)
     if options.command == "serve":

@@ -78,12 +78,15 @@ class Command(NamedTuple):
       description: of its own help.
       groups: tables of options, by their headings.
       prompt: help of prompts as arguments, which stand in the first group; None without.
+      file_group: heading of the options that need --input, or None. Their limits are checked after
+        that.
     """
 
     help: str
     description: str
     groups: Mapping[str, Mapping[str, Option]]
     prompt: str | None = None
+    file_group: str | None = None
 
 
 def add_command(parser: argparse.ArgumentParser, command: Command) -> None:

@@ -3,14 +3,16 @@
     milliseconds[i][k] = median time of a step of batch_sizes[i] requests that draft k tokens each
 
 Each number of drafted tokens has a program of its own, which verifies k + 1 rows per request under
-synthetic acceptance: the time of a step hardly depends on how many tokens it accepts.
+synthetic acceptance: the time of a step hardly depends on how many tokens it accepts. All of them
+begin after one reading of the prompts.
 """
 
 import datetime
 import functools
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent import futures
 from typing import Any, NamedTuple
 
 import jax
@@ -21,10 +23,10 @@ from specjax.config import DraftSampleMethod, SpeculativeConfig
 from specjax.decode.commit import Finish
 from specjax.decode.drafters import Drafter, Models
 from specjax.decode.init_and_step import step
-from specjax.decode.options import LoopOptions
-from specjax.decode.prefill import run_prefill
+from specjax.decode.options import LoopOptions, StaticOptions, StepOptions
+from specjax.decode.prefill import begin_prefill, run_prefill
 from specjax.decode.request_batch import RequestArguments, check_arguments
-from specjax.decode.state import DecodeState
+from specjax.decode.state import DecodeState, RequestBatch
 from specjax.decode.target_step import vocabulary_size
 from specjax.theory.step_costs import MAX_SPECULATIVE_TOKENS, StepCosts
 from specjax.types import Model
@@ -34,7 +36,7 @@ __all__ = [
     "StepTimes",
     "all_ended",
     "buffer_tokens",
-    "fixed_k_kind",
+    "fixed_k_kinds",
     "measure_step_costs",
     "time_kinds",
 ]
@@ -61,7 +63,7 @@ class StepKind(NamedTuple):
     """
 
     start: Callable[[int], DecodeState]
-    run: Callable[[DecodeState, Any], DecodeState]
+    run: functools.partial[DecodeState]
 
 
 def measure_step_costs(
@@ -78,8 +80,9 @@ def measure_step_costs(
 ) -> StepCosts:
     """Returns the times of steps on this device, by which `SpeculativeConfig("auto")` chooses.
 
-    One program is compiled for each batch size and number of drafted tokens. All numbers of one
-    batch size take turns, so that other load affects all of them. One state is held at a time.
+    One program is compiled for each batch size and number of drafted tokens, those of one size side
+    by side. All numbers of one batch size take turns, so that other load affects all of them. Two
+    states are held at a time: after the prompts, which are read once, and after the steps.
 
     Args:
       target: as in `generate`.
@@ -128,12 +131,10 @@ def measure_step_costs(
     for size in sizes:
         tokens = (size, context, vocab_size, buffer_tokens(num_steps, most))
         arguments_of = functools.partial(_any_requests, *tokens)
-        kinds = {
-            f"B = {size}, K = {k}": fixed_k_kind(
-                Models(target, drafter), k, arguments_of, draft_sample_method, options
-            )
-            for k in range(most + 1)
-        }
+        kinds = fixed_k_kinds(
+            Models(target, drafter), most, arguments_of, draft_sample_method, options
+        )
+        _compile_kinds(kinds.values())
         times = time_kinds(kinds, num_steps, rounds)
         milliseconds.append([round(1e3 * statistics.median(x.step_seconds), 4) for x in times])
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
@@ -159,35 +160,66 @@ def buffer_tokens(num_steps: int, most: int) -> int:
     return 1 + (num_steps + 1) * (most + 1)
 
 
-def fixed_k_kind(
+def fixed_k_kinds(
     models: Models,
-    k: int,
+    most: int,
     arguments_of: Callable[[int], RequestArguments],
     draft_sample_method: DraftSampleMethod,
     options: LoopOptions = LoopOptions(),
-) -> StepKind:
-    """Returns the steps of k drafted tokens, for k = 0 without the drafter.
+) -> dict[str, StepKind]:
+    """Returns the steps of K = 0, 1, ... drafted tokens by names; those of 0 have no drafter.
+
+    The caches after the prompts do not depend on K. So the prompts are read once, by the first
+    start of any kind.
 
     Args:
       models: with a drafter.
-      k: 0 or more.
-      arguments_of: returns the requests of a round, without EOS tokens, so that none ends.
+      most: the largest K, at least 1.
+      arguments_of: returns the requests of a round, without EOS tokens, so that none ends. Prompts
+        of all rounds are those of the first.
       draft_sample_method: as in `SpeculativeConfig`.
       options: of the loop.
     """
-    config = SpeculativeConfig(
-        num_speculative_tokens=max(k, 1),
-        rejection_sample_method="synthetic",
-        draft_sample_method=draft_sample_method,
-        synthetic_acceptance_rate=0.5,
-    )
-    used = models if k else models._replace(drafter=None)
+    used = [models._replace(drafter=None)] + most * [models]
+    configs = [
+        SpeculativeConfig(
+            num_speculative_tokens=max(k, 1),
+            rejection_sample_method="synthetic",
+            draft_sample_method=draft_sample_method,
+            synthetic_acceptance_rate=0.5,
+        )
+        for k in range(most + 1)
+    ]
 
-    def start(number: int) -> DecodeState:
-        requests, static = check_arguments(*used, arguments_of(number), config, options)
-        return run_prefill(used, requests, options=static)
+    def check(k: int, number: int) -> tuple[RequestBatch, StaticOptions]:
+        return check_arguments(*used[k], arguments_of(number), configs[k], options)
 
-    return StepKind(start, functools.partial(_run_steps, used, config=config))
+    @functools.cache
+    def read_prompts() -> list[DecodeState]:
+        requests, static = check(most, 0)
+        state = run_prefill(models, requests, options=static)
+        return [state._replace(drafter_state=None)] + most * [state]
+
+    def start(k: int, number: int) -> DecodeState:
+        requests, static = check(k, number)
+        return _begin_steps(used[k], requests, read_prompts()[k], options=static.step)
+
+    return {
+        f"K = {k}": StepKind(
+            functools.partial(start, k),
+            functools.partial(_run_steps, used[k], config=configs[k]),
+        )
+        for k in range(most + 1)
+    }
+
+
+@functools.partial(jax.jit, static_argnames="options")
+def _begin_steps(
+    models: Models, requests: RequestBatch, prompts: DecodeState, *, options: StepOptions
+) -> DecodeState:
+    """Returns the state of `run_prefill` with the caches of another state, not copied."""
+    state = begin_prefill(models, requests, options=options)
+    return state._replace(target_cache=prompts.target_cache, drafter_state=prompts.drafter_state)
 
 
 @functools.partial(jax.jit, static_argnames=("config",))
@@ -200,6 +232,15 @@ def _run_steps(
     )
 
 
+def _compile_kinds(kinds: Iterable[StepKind]) -> None:
+    """Compiles the programs of `fixed_k_kinds` side by side; the calls get them from JAX."""
+    lowered = [
+        _run_steps.lower(*run.args, start(0), np.int32(1), **run.keywords) for start, run in kinds
+    ]
+    with futures.ThreadPoolExecutor() as pool:
+        list(pool.map(lambda one: one.compile(), lowered))
+
+
 def time_kinds(
     kinds: Mapping[str, StepKind],
     num_steps: int,
@@ -208,7 +249,7 @@ def time_kinds(
 ) -> list[StepTimes]:
     """Times steps of several kinds in alternation, so that other load affects all of them.
 
-    The first round compiles and is not counted. One state is held at a time.
+    The first round compiles and is not counted. Two states are held at a time.
 
     Args:
       kinds: by names for display.
@@ -224,18 +265,26 @@ def time_kinds(
     for number in range(rounds + 1):
         for name, kind in kinds.items():
             on_stage(f"timing {name}, round {number} of {rounds}")
-            start = time.perf_counter()
-            state = kind.start(number)
-            state = jax.block_until_ready(kind.run(state, np.int32(1)))
-            start_seconds[name].append(time.perf_counter() - start)
-            start = time.perf_counter()
-            state = jax.block_until_ready(kind.run(state, np.int32(num_steps)))
-            step_seconds[name].append((time.perf_counter() - start) / num_steps)
-            all_ended(state)
+            for times, seconds in zip(
+                (start_seconds, step_seconds), _time_kind(kind, number, num_steps), strict=True
+            ):
+                times[name].append(seconds)
     return [
         StepTimes(max(0.0, first - statistics.median(later)), step_seconds[name][1:])
         for name, (first, *later) in start_seconds.items()
     ]
+
+
+def _time_kind(kind: StepKind, number: int, num_steps: int) -> tuple[float, float]:
+    """Returns the seconds of a start with its first step, and of each of some steps after it."""
+    begin = time.perf_counter()
+    state = kind.start(number)
+    jax.block_until_ready(kind.run(state, np.int32(1)))
+    start_seconds, begin = time.perf_counter() - begin, time.perf_counter()
+    state = jax.block_until_ready(kind.run(state, np.int32(num_steps)))
+    step_seconds = (time.perf_counter() - begin) / num_steps
+    all_ended(state)
+    return start_seconds, step_seconds
 
 
 def all_ended(state: DecodeState) -> bool:

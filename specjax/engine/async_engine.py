@@ -30,6 +30,7 @@ from specjax.engine.submission import (
     Submission,
     SubmitArguments,
     check_timeout,
+    make_submission,
     sample_indices,
 )
 from specjax.engine.usage import Totals
@@ -205,7 +206,8 @@ class AsyncEngine:
           ...     stream.result().token_ids
           [1, 0, 1]
         """
-        return self._submit(Submission(prompt, **arguments), [-1], timeout, priority)[0]
+        submission = make_submission("AsyncEngine.submit", prompt, arguments)
+        return self._submit(submission, [-1], timeout, priority)[0]
 
     def submit_samples(
         self,
@@ -234,7 +236,7 @@ class AsyncEngine:
           queue.Full: if more than `max_waiting` requests would wait.
           RuntimeError: as `submit` does.
         """
-        submission = Submission(prompt, **arguments)
+        submission = make_submission("AsyncEngine.submit_samples", prompt, arguments)
         samples = sample_indices(submission, num_samples)
         return self._submit(submission, samples, timeout, priority)
 

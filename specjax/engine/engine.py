@@ -33,6 +33,7 @@ from specjax.engine.submission import (
     check_timeout,
     drop_batch_axis,
     make_request,
+    make_submission,
     sample_indices,
 )
 from specjax.processing.sampling_params import SamplingParams
@@ -260,7 +261,7 @@ class Engine:
           >>> [len(sample.token_ids) for sample in samples]
           [5, 5, 5, 5]
         """
-        submission = Submission(prompt, **arguments)
+        submission = make_submission("Engine.submit_samples", prompt, arguments)
         return self._enqueue(submission, sample_indices(submission, num_samples))
 
     def _enqueue(

@@ -43,6 +43,7 @@ __all__ = [
     "drop_batch_axis",
     "key_of_seed",
     "make_request",
+    "make_submission",
     "sample_indices",
 ]
 
@@ -123,6 +124,23 @@ class CheckedRequest(NamedTuple):
     error: str | None
     matched: MatchedText | None
     listing: PromptListing | None = None
+
+
+def make_submission(call: str, prompt: object, arguments: SampleArguments) -> Submission:
+    """Returns the arguments of a call, unchecked.
+
+    Args:
+      call: its name, for an error.
+      prompt: as in `Engine.submit`.
+      arguments: by their names.
+
+    Raises:
+      TypeError: for a name that the call does not have.
+    """
+    for name in arguments:
+        if name not in Submission._fields:
+            raise TypeError(f"{call}() got an unexpected keyword argument {name!r}")
+    return Submission(prompt, **arguments)
 
 
 def check_request(submission: Submission, limits: EngineLimits) -> CheckedRequest:

@@ -82,6 +82,22 @@ def test_the_queue_has_room_for_all_that_is_submitted_at_once(monkeypatch):
     assert run_batch._make_engine(job) == 2 * 4096
 
 
+def test_lines_of_the_most_new_tokens_are_decoded_first(monkeypatch):
+    """A line without a number has the option's; several answers count together."""
+    decoded = []
+    monkeypatch.setattr(run_batch, "_make_engine", lambda job: None)
+    monkeypatch.setattr(run_batch, "_decode", lambda job, engine, lines, *_: decoded.extend(lines))
+    fields = [{"max_new_tokens": 3}, {}, {"max_new_tokens": 90}, {"max_new_tokens": 3}, {}]
+    lines = [PromptLine(i, None, [1], None, values) for i, values in enumerate(fields, start=1)]
+    lines += [lines[1]._replace(number=6, later_turns=("a", "b"))]
+    pair = ModelPair(argparse.Namespace(max_new_tokens=20), None, "", "", "", TARGET, None)
+    job = run_batch.BatchJob(pair, None, None, lines, types.SimpleNamespace(done={5: "a"}), {})
+    nothing = contextlib.nullcontext()
+    terminal = types.SimpleNamespace(spinner=lambda _: nothing, progress_bar=lambda _: nothing)
+    run_batch.run_batch(job, terminal)
+    assert [line.number for line in decoded] == [3, 6, 2, 1, 4]
+
+
 def test_a_refused_length_names_the_targets_limit_and_not_that_of_the_other_lines():
     error = "what the engine says; its max_length is 128."
     values = {"token_ids": [], "text": "", "metrics": None, "error": error}

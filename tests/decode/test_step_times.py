@@ -1,5 +1,6 @@
 """`measure_step_costs`: the milliseconds of steps are those that they take."""
 
+import collections
 import dataclasses
 import time
 
@@ -8,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compilations import compilations
 
 import specjax
 from specjax import SpeculativeConfig, measure_step_costs
@@ -65,6 +67,24 @@ def test_the_times_of_steps_are_measured_by_batch_size_and_drafted_tokens():
         MODEL, BY_MODEL, [[1, 2]], keys=bigrams.keys(1), max_new_tokens=8, config=config
     )
     assert output.metrics.num_drafted.sum() == 0
+
+
+def test_all_steps_of_a_batch_size_begin_after_one_reading_of_its_prompts():
+    last_positions = []
+
+    def extend(params, state, token_ids, positions, hidden):
+        jax.debug.callback(lambda x: last_positions.append(int(x.max())), positions)
+        return BY_MODEL.extend(params, state, token_ids, positions, hidden)
+
+    sizes = {"context": 7, "num_steps": 3, "rounds": 2, "max_num_speculative_tokens": 2}
+    with compilations() as names:
+        measure_step_costs(
+            MODEL, dataclasses.replace(BY_MODEL, extend=extend), batch_sizes=(2,), **sizes
+        )
+    counts = collections.Counter(names)
+    assert (counts["jit(run_prefill)"], counts["jit(_run_steps)"]) == (1, 3)
+    # The drafter reads all but the last token of a prompt, and steps read later ones.
+    assert sum(last <= 5 for last in last_positions) == 1
 
 
 @pytest.mark.parametrize(

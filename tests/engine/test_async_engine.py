@@ -3,6 +3,7 @@
 import asyncio
 import concurrent.futures
 import contextlib
+import functools
 import gc
 import queue
 import subprocess
@@ -357,6 +358,9 @@ def test_a_full_queue_a_wrong_prompt_and_a_second_thread_are_told_at_once():
             server.submit([4], seed=0)
         with pytest.raises(ValueError, match=r"^the prompt is empty"):
             server.submit_samples(2, [], seed=0)
+        for submit in (server.submit, functools.partial(server.submit_samples, 2)):
+            with pytest.raises(TypeError, match=r"^AsyncEngine.submit\w*\(\) got .* 'stops'"):
+                submit(PROMPT, seed=0, stops="a")
 
 
 class Gate:

@@ -54,6 +54,10 @@ def measured(ours="2026-01-01T10:00:00+00:00", theirs="2026-01-01T10:30:00+00:00
         (["gpu.mesh", "--batch", "2", "--cases", "sums"], ["sums"]),
         (["gpu.batches", "--batch", "2"], ["plain", "EAGLE-3, K = 3"]),
         (["gpu.batches", "--cases", "costs", "--batch", "1", "2"], ["step costs"]),
+        (
+            ["gpu.batches", "--cases", "lengths", "--batch", "2"],
+            ["plain, longer buffers", "EAGLE-3, K = 3, mixed lengths"],
+        ),
         (["gpu.decode", "--batch", "2"], ["plain step", "speculative step"]),
         (["gpu.cold_start", "--case", "plain"], ['{"first":']),
         (["gpu.engine", "--cases", "queue", "late"], ["case=mixed load", "case=late prompt"]),

@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import dataclasses
 import datetime
+import functools
 import hashlib
 import json
 import os
@@ -190,7 +191,9 @@ def _prepare_output(
 
 
 def run_batch(job: BatchJob, terminal: Any) -> None:
-    """Decodes the lines that the output does not have yet.
+    """Decodes the lines that the output does not have yet, those of the most new tokens first.
+
+    A long text that began last would decode alone at the end.
 
     Raises:
       ValueError: if the output cannot be written.
@@ -202,6 +205,7 @@ def run_batch(job: BatchJob, terminal: Any) -> None:
     if not lines:
         terminal.print_note(f"{job.options.output} has every line already.")
         return
+    lines.sort(key=functools.partial(_most_new_tokens, job.options), reverse=True)
     with terminal.spinner("compiling"):
         engine = _make_engine(job)
     num_turns = sum(1 + len(line.later_turns) for line in lines)
@@ -280,11 +284,16 @@ def _capacity(pair: ModelPair, lines: list[PromptLine], encode: Encode) -> int:
 
 def _longest_text(options: argparse.Namespace, line: PromptLine, encode: Encode) -> int:
     """Returns the most tokens of a line's prompt and text, or of its whole conversation."""
-    num_turns = 1 + len(line.later_turns)
-    num_new = line.values.get("max_new_tokens", options.max_new_tokens)
+    most = _most_new_tokens(options, line)
     while line.later_turns:
         line = line.next_turn({"text": ""}, encode)
-    return len(line.token_ids) + num_turns * int(num_new)
+    return len(line.token_ids) + most
+
+
+def _most_new_tokens(options: argparse.Namespace, line: PromptLine) -> int:
+    """Returns the most tokens of a line's text, or of all its answers."""
+    num_new = line.values.get("max_new_tokens", options.max_new_tokens)
+    return (1 + len(line.later_turns)) * int(num_new)
 
 
 def _submit(job: BatchJob, engine: Engine, line: PromptLine) -> Request:

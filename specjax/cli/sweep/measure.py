@@ -35,7 +35,7 @@ from specjax.decode.step_times import (
     StepTimes,
     all_ended,
     buffer_tokens,
-    fixed_k_kind,
+    fixed_k_kinds,
     time_kinds,
 )
 from specjax.types import Model
@@ -166,11 +166,12 @@ def measure_steps(workload: Workload, on_stage: Callable[[str], None]) -> list[S
       FloatingPointError: if the target's logits turn invalid.
     """
     options, models = workload.options, Models(workload.target, workload.drafter)
-    arguments_of = functools.partial(_arguments_of, workload)
-    kinds = {
-        f"K = {K}": fixed_k_kind(models, K, arguments_of, options.draft_sample_method)
-        for K in range(options.max_speculative_tokens + 1)
-    }
+    kinds = fixed_k_kinds(
+        models,
+        options.max_speculative_tokens,
+        functools.partial(_arguments_of, workload),
+        options.draft_sample_method,
+    )
     return time_kinds(kinds, options.steps, options.rounds, on_stage)
 
 

@@ -166,8 +166,8 @@ class Service:
             for i, ids in enumerate(prompts):
                 echoed = self._echo(parameters, i, ids)
                 # As many later bodies go first as the body has texts before.
-                arguments["priority"] = len(choices)
-                for stream in self._submit_prompt(ids, parameters, arguments, new_matcher):
+                ranked = arguments | {"priority": len(choices)}
+                for stream in self._submit_prompt(ids, parameters, ranked, new_matcher):
                     choices.append(Choice(len(choices), stream, parameters, self.texts, echoed))
         except BaseException as error:
             for choice in choices:

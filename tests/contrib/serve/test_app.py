@@ -10,6 +10,7 @@ import time
 
 import numpy as np
 import pytest
+from checkpoints import write_shallow
 
 import specjax
 from specjax import models
@@ -64,6 +65,36 @@ def test_every_form_of_a_prompt_gives_the_same_texts_with_an_index_over_prompts_
     alone = [complete(served, prompt=x, **arguments) for x in (PROMPT, ids[1])]
     assert [choice.text for answer in alone for choice in answer.choices] == texts[0]
     assert answers[0].usage.prompt_tokens == sum(map(len, ids))
+
+
+def test_a_row_invariant_target_gives_equal_bits_alone_and_next_to_five(make_service, tmp_path):
+    """Alone is a server of one slot, whose steps have other shapes than those of six."""
+    import httpx
+
+    from specjax.contrib.serve.app import make_app
+
+    write_shallow(tmp_path, "target", 1)
+    options = ("--target", str(tmp_path), "--row-invariant", "--dtype", "bfloat16")
+    options += ("--max-length", "128", "--max-logprobs", "3", "--num-speculative-tokens", "3")
+    bodies = [
+        {"prompt": PROMPT * (i + 1), "seed": i, "max_tokens": 6 + i, "logprobs": 3}
+        for i in range(6)
+    ]
+
+    async def complete(service):
+        transport = httpx.ASGITransport(make_app(service))
+        async with httpx.AsyncClient(transport=transport, base_url="http://a", timeout=60) as http:
+            posts = [http.post("/v1/completions", json=body) for body in bodies]
+            return [answer.json()["choices"] for answer in await asyncio.gather(*posts)]
+
+    choices, num_steps = [], []
+    for num_slots in ("1", "6"):
+        service = make_service(*options, "--num-slots", num_slots)
+        with service.engine as server:
+            choices.append(asyncio.run(complete(service)))
+            num_steps.append(server.engine.num_steps)
+    assert num_steps[1] < num_steps[0] / 2
+    assert choices[0] == choices[1]
 
 
 @pytest.mark.parametrize("n", [1, 3])
