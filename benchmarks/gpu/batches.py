@@ -53,6 +53,7 @@ class Load(NamedTuple):
       max_length: tokens that a slot holds.
       chunks: tokens of prompts that are read at once, each an engine of its own.
       late: tokens of a prompt that comes while all slots but one are busy.
+      step_sizes: slots of a step of one more engine, whose chunks are twice the largest.
     """
 
     num_requests: int = 500
@@ -62,8 +63,9 @@ class Load(NamedTuple):
     max_length: int = 2048
     chunks: tuple[int, ...] = (512, 1024)
     late: int = 1000
+    step_sizes: tuple[int, ...] = (16, 32, 48, 64)
 
-    def engine(self, setup: Setup, num_slots: int, chunk: int) -> specjax.Engine:
+    def engine(self, setup: Setup, num_slots: int | tuple[int, ...], chunk: int) -> specjax.Engine:
         """An engine with the drafter, compiled."""
         options = specjax.LoopOptions(self.max_length, prefill_chunk_size=chunk)
         return specjax.Engine(
@@ -72,28 +74,33 @@ class Load(NamedTuple):
 
 
 CASES = ["steps", "mixed", "late", "costs", "lengths"]
-REHEARSAL = Load(9, (5, 20), (3, 12), 8, 64, (16,), 20)
+REHEARSAL = Load(9, (5, 20), (3, 12), 8, 64, (16,), 20, (2, 8))
+MIXED, LONGEST_FIRST = "mixed load", "mixed load, the longest texts first"
 
 
-def mixed_load(setup: Setup, load: Load, chunk: int) -> dict[str, Any]:
-    """Seconds from the first submission to the last token; the first of two runs warms up."""
+def mixed_load(
+    setup: Setup, load: Load, num_slots: int | tuple[int, ...], chunk: int
+) -> Iterator[dict[str, Any]]:
+    """Seconds from the first submission to the last token, in two orders; a run before warms up."""
     draw = random.Random(7)
     sizes = [
         (draw.randint(*load.prompts), draw.randint(*load.texts)) for _ in range(load.num_requests)
     ]
     prompts = [[draw.randrange(10, 100) for _ in range(size)] for size, _ in sizes]
     keys = jax.block_until_ready([jax.random.key(i) for i in range(load.num_requests)])
-    engine, seconds = load.engine(setup, load.num_slots, chunk), []
-    for _ in range(2):
+    work = list(zip(prompts, keys, [most for _, most in sizes], strict=True))
+    engine = load.engine(setup, num_slots, chunk)
+    record = {"chunk": chunk, "slots": load.num_slots, "step_sizes": num_slots}
+    longest_first = sorted(work, key=lambda each: -each[2])
+    for name, order in (("", work), (MIXED, work), (LONGEST_FIRST, longest_first)):
         first, start = engine.num_steps, time.perf_counter()
-        for prompt, key, (_, most) in zip(prompts, keys, sizes, strict=True):
+        for prompt, key, most in order:
             engine.submit(prompt, key=key, max_new_tokens=most, temperature=0.0)
         engine.run()
-        seconds.append(time.perf_counter() - start)
-    steps = engine.num_steps - first
+        seconds, steps = time.perf_counter() - start, engine.num_steps - first
+        if name:
+            yield {"case": name, **record, "steps": steps, "seconds": seconds}
     engine.close()
-    record = {"case": "mixed load", "chunk": chunk, "slots": load.num_slots, "steps": steps}
-    return record | {"seconds": seconds[1], "seconds_at_first": seconds[0]}
 
 
 def late_prompt(setup: Setup, load: Load, chunk: int) -> dict[str, Any]:
@@ -246,9 +253,11 @@ def records(
         yield step_costs(setup, batch, effort)
     for chunk in load.chunks:
         if "mixed" in names:
-            yield mixed_load(setup, load, chunk)
+            yield from mixed_load(setup, load, load.num_slots, chunk)
         if "late" in names:
             yield late_prompt(setup, load, chunk)
+    if "mixed" in names:
+        yield from mixed_load(setup, load, load.step_sizes, 2 * load.chunks[-1])
 
 
 def vllm_section(lines: list[dict[str, Any]]) -> dict[str, Any]:
@@ -266,7 +275,7 @@ def vllm_section(lines: list[dict[str, Any]]) -> dict[str, Any]:
         for line in found
     ]
     records += [
-        {"case": "mixed load", "seconds": min(line["seconds"])}
+        {"case": line.get("case", MIXED), "seconds": min(line["seconds"])}
         for line in lines
         if "seconds" in line
     ]

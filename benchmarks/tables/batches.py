@@ -38,9 +38,13 @@ def batches_table(result: dict[str, Any]) -> str:
         "|---|---|---|---|---|",
     ]
     for case in section["cases"]:
-        if case["case"] == "mixed load":
+        if case["case"].startswith("mixed load"):
             seconds = theirs.get((case["case"], None), {}).get("seconds")
-            name = f"500 mixed requests, {case['slots']} at a time: seconds"
+            name = f"500 mixed requests, {case['slots']} at a time"
+            name += case["case"].removeprefix("mixed load")
+            if case.get("step_sizes", case["slots"]) != case["slots"]:
+                name += f", steps of {', '.join(map(str, case['step_sizes']))}"
+            name += ": seconds"
             lines.append(f"| {name} | {case['chunk']} | {_next_to(case['seconds'], seconds, 1)} |")
         if case["case"] == "late prompt":
             name = f"{case['slots'] - 1} requests decode, a prompt of 1000 tokens comes: ms"

@@ -263,7 +263,7 @@ def build(
         None. None chooses the kernels on GPUs that have them. XLA multiplies more than 128 rows.
       row_invariant: whether the bits of a token's logits depend on no other request, on no later
         token, and on no number of tokens that are read at once. `generate` and the engine then
-        verify so, too. On an H100 a step takes up to 10 % longer, a prompt 1.4 times as long. On a
+        verify so, too. On an H100 a step takes up to 13 % longer, a prompt 1.4 times as long. On a
         CPU a step of one row takes 1.7 times as long.
 
     Returns:

@@ -39,8 +39,8 @@ KINDS = {
         sandwich_norms=True,
     ),
 }
-# Two segments of the cache, and three; the last one is read in part.
-TOKENS, MANY_TOKENS = 290, 650
+# Two segments of the cache, of which the second one is read in part.
+TOKENS = 280
 TOLERANCE = 2e-2 if has_gpu() else 5e-5
 
 
@@ -91,8 +91,8 @@ def test_rows_are_those_of_the_plain_step(kind, whole, kernels):
     plain = build(KINDS[kind], params, implementation="xla")
     implementation = Implementation(kernels, (DecodeConfig(min_whole_programs=whole),))
     ours = build(KINDS[kind], params, implementation=implementation, row_invariant=True)
-    found = read(ours, text(), 145, place=1, size=2)
-    np.testing.assert_allclose(found, read(plain, text(), 145), atol=TOLERANCE, rtol=TOLERANCE)
+    found = read(ours, text(), 140, place=1, size=2)
+    np.testing.assert_allclose(found, read(plain, text(), 140), atol=TOLERANCE, rtol=TOLERANCE)
 
 
 # The process of the tests leaves out passes of XLA by which these bits differed.
@@ -123,7 +123,7 @@ def test_a_process_with_64_bit_numbers_runs():
 
 
 # Chunks, a place, and the size of a batch. In float32 the interpreter's own products have no order.
-MANY = [(7, 0, 1), (290, 0, 1), (1, 2, 3), (1, 11, 17), (4, 5, 64), (64, 1, 40)]
+MANY = [(7, 0, 1), (4, 5, 64), (280, 0, 1), (1, 2, 3), (1, 11, 17), (56, 1, 40)]
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,8 @@ MANY = [(7, 0, 1), (290, 0, 1), (1, 2, 3), (1, 11, 17), (4, 5, 64), (64, 1, 40)]
             *("everything", "interpret", 8, [(8, 5, 8)]),
             marks=(pytest.mark.interpret, pytest.mark.checks),
         ),
-        *(pytest.param(kind, "triton", MANY_TOKENS, MANY, marks=pytest.mark.gpu) for kind in KINDS),
+        *(pytest.param(kind, "triton", TOKENS, MANY[:2], marks=pytest.mark.gpu) for kind in KINDS),
+        pytest.param("llama", "triton", 3 * TOKENS, MANY[1:], marks=pytest.mark.gpu),
     ],
 )
 def test_bits_of_a_row_depend_on_no_chunk_place_and_batch(kind, kernels, length, batches):

@@ -158,8 +158,8 @@ MUTATIONS = (
     ),
     Mutation(
         f"{_MODELS}add_rms_norm.load_squares",
-        "inside = index < num_tiles",
-        "inside = index < num_tiles - 1",
+        "range(squares.shape[-1])",
+        "range(squares.shape[-1] - 1)",
         _GATE,
         "the last tile's squares are left out of the norm",
     ),
@@ -186,8 +186,8 @@ MUTATIONS = (
     ),
     Mutation(
         f"{_MODELS}combine.combine_kernel",
-        "(split < num_partials) & (t < num_tokens)",
-        "split < partials.m_i.shape[1]",
+        "(split < num_partials) & is_token",
+        "split < num_partials",
         few(f"{_PARTS}[interpret-a launch of its own]"),
         "padding has what the memory held",
     ),
@@ -333,7 +333,7 @@ MUTATIONS = (
     ),
     Mutation(
         f"{_MODELS}tilings.matmul_tiling",
-        "math.gcd(128 // itemsize, size)",
+        "math.gcd((256 if is_table else 128) // itemsize, size)",
         "128 // itemsize",
         products("test_a_matrix_that_does_not_divide_is_left_to_xla[matmul_tiling]"),
         "rows of a matrix after the last whole step are left out",

@@ -40,6 +40,13 @@ MUTATIONS = (
         "a program keeps its last segment alone",
     ),
     Mutation(
+        f"{_MODELS}pallas.combine.combine_kernel",
+        "last, -1) + size, size)",
+        "last, -1), size)",
+        _KERNELS,
+        "the segment of the last token is not added",
+    ),
+    Mutation(
         f"{_MODELS}pallas.add_rms_norm.add_rms_norm_kernel",
         "added += _load(operands.bias, (index,), inside)",
         "added += 0",

@@ -70,6 +70,7 @@ def decode_attention(
     y_shape = _output_shape(operands)
     batch, num_padded_tokens, num_query_heads, _ = y_shape.shape
     if y is None:
+        assert partials is not None
         y = launch(
             functools.partial(
                 combine_kernel,

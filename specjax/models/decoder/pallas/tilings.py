@@ -65,7 +65,7 @@ _LONG_ROWS, _MAX_LONG_ROWS = 64, 128
 
 # Where a row's bits depend on no other row: the fewest rows of a tile of queries, and the blocks of
 # a segment. 32 rows are the heads of 8 tokens of an 8B model's key-value head.
-_INVARIANT_ROWS, _SEGMENT = 32, 4
+_INVARIANT_ROWS, _SEGMENT = 32, 3
 
 # Segments whose states are loaded at a time there.
 _INVARIANT_LOADS = 8
