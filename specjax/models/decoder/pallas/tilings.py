@@ -292,35 +292,8 @@ def attention_tiling(
     """
     (batch, num_tokens), (_, num_kv_heads, num_slots, head_dim) = positions, cache
     if config.row_invariant:
-        num_rows = max(_INVARIANT_ROWS, pad_to_mma(queries_per_kv))
-        if num_rows > _MAX_LONG_ROWS:
-            return None
-        num_tiles = -(-num_padded_tokens // (num_rows // queries_per_kv))
-        is_whole = batch * num_kv_heads * num_tiles >= config.min_whole_programs
-        # Few programs have a multiprocessor each: a segment's blocks are all in flight.
-        stages, max_stages = (
-            (num_rows, head_dim, itemsize, shared_memory_bytes),
-            3 if is_whole else 4,
-        )
-        num_stages = num_attention_stages(*stages, max_stages)
-        if num_stages == 0:
-            return None
-        num_splits = 1 if is_whole else -(-num_slots // (BLOCK_KV * _SEGMENT))
-        return AttentionTiling(
-            prepares_in_attention=False,
-            num_rows=num_rows,
-            tokens_per_tile=num_rows // queries_per_kv,
-            num_tiles=num_tiles,
-            num_splits=num_splits,
-            even_splits=num_splits,
-            blocks_per_split=_SEGMENT,
-            num_warps=num_attention_warps(num_rows, head_dim),
-            num_stages=num_stages,
-            num_register_splits=_INVARIANT_LOADS,
-            combines_in_attention=is_whole,
-            prepared_tokens=TOKEN_TILE,
-            segment=_SEGMENT,
-        )
+        more = num_padded_tokens, queries_per_kv, itemsize, shared_memory_bytes
+        return _segment_tiling(positions, cache, *more, config.min_whole_programs)
     is_one_tile = num_tokens <= 16 and num_tokens * queries_per_kv <= 64
     if is_one_tile:
         is_fused = _default(config.prepares_in_attention, prepares_in_attention(batch))
@@ -365,6 +338,44 @@ def attention_tiling(
         num_register_splits=at_once,
         combines_in_attention=combines,
         prepared_tokens=min(TOKEN_TILE, next_power_of_2(num_tokens)),
+    )
+
+
+def _segment_tiling(
+    positions: tuple[int, ...],
+    cache: tuple[int, ...],
+    num_padded_tokens: int,
+    queries_per_kv: int,
+    itemsize: int,
+    shared_memory_bytes: int,
+    min_whole_programs: int,
+) -> AttentionTiling | None:
+    """Returns the tiling by segments of a text; arguments as in `attention_tiling`."""
+    batch, num_kv_heads, num_slots, head_dim = positions[0], *cache[1:]
+    num_rows = max(_INVARIANT_ROWS, pad_to_mma(queries_per_kv))
+    tokens_per_tile = num_rows // queries_per_kv
+    num_tiles = -(-num_padded_tokens // tokens_per_tile)
+    is_whole = batch * num_kv_heads * num_tiles >= min_whole_programs
+    num_splits = 1 if is_whole else -(-num_slots // (BLOCK_KV * _SEGMENT))
+    # Few programs have a multiprocessor each: a segment's blocks are all in flight.
+    sizes, max_stages = (num_rows, head_dim, itemsize, shared_memory_bytes), 3 if is_whole else 4
+    num_stages = num_attention_stages(*sizes, max_stages)
+    if num_rows > _MAX_LONG_ROWS or num_stages == 0:
+        return None
+    return AttentionTiling(
+        prepares_in_attention=False,
+        num_rows=num_rows,
+        tokens_per_tile=tokens_per_tile,
+        num_tiles=num_tiles,
+        num_splits=num_splits,
+        even_splits=num_splits,
+        blocks_per_split=_SEGMENT,
+        num_warps=num_attention_warps(num_rows, head_dim),
+        num_stages=num_stages,
+        num_register_splits=_INVARIANT_LOADS,
+        combines_in_attention=num_splits == 1,
+        prepared_tokens=TOKEN_TILE,
+        segment=_SEGMENT,
     )
 
 
