@@ -82,7 +82,7 @@ def measure_step_costs(
 
     One program is compiled for each batch size and number of drafted tokens, those of one size side
     by side. All numbers of one batch size take turns, so that other load affects all of them. Two
-    states are held at a time: after the prompts, which are read once, and after the steps.
+    pairs of caches are held at a time: after the prompts, which are read once, and after the steps.
 
     Args:
       target: as in `generate`.
@@ -169,8 +169,7 @@ def fixed_k_kinds(
 ) -> dict[str, StepKind]:
     """Returns the steps of K = 0, 1, ... drafted tokens by names; those of 0 have no drafter.
 
-    The caches after the prompts do not depend on K. So the prompts are read once, by the first
-    start of any kind.
+    The caches after the prompts do not depend on K. So the prompts are read once, here.
 
     Args:
       models: with a drafter.
@@ -194,15 +193,15 @@ def fixed_k_kinds(
     def check(k: int, number: int) -> tuple[RequestBatch, StaticOptions]:
         return check_arguments(*used[k], arguments_of(number), configs[k], options)
 
-    @functools.cache
-    def read_prompts() -> list[DecodeState]:
-        requests, static = check(most, 0)
-        state = run_prefill(models, requests, options=static)
-        return [state._replace(drafter_state=None)] + most * [state]
+    requests, static = check(most, 0)
+    prompts = jax.block_until_ready(run_prefill(models, requests, options=static))
 
     def start(k: int, number: int) -> DecodeState:
         requests, static = check(k, number)
-        return _begin_steps(used[k], requests, read_prompts()[k], options=static.step)
+        # Outside the program, which would return copies of the caches.
+        return _begin_steps(used[k], requests, options=static.step)._replace(
+            target_cache=prompts.target_cache, drafter_state=prompts.drafter_state if k else None
+        )
 
     return {
         f"K = {k}": StepKind(
@@ -214,12 +213,10 @@ def fixed_k_kinds(
 
 
 @functools.partial(jax.jit, static_argnames="options")
-def _begin_steps(
-    models: Models, requests: RequestBatch, prompts: DecodeState, *, options: StepOptions
-) -> DecodeState:
-    """Returns the state of `run_prefill` with the caches of another state, not copied."""
+def _begin_steps(models: Models, requests: RequestBatch, *, options: StepOptions) -> DecodeState:
+    """Returns the state of `run_prefill` without caches."""
     state = begin_prefill(models, requests, options=options)
-    return state._replace(target_cache=prompts.target_cache, drafter_state=prompts.drafter_state)
+    return state._replace(target_cache=None, drafter_state=None)
 
 
 @functools.partial(jax.jit, static_argnames=("config",))
@@ -249,7 +246,7 @@ def time_kinds(
 ) -> list[StepTimes]:
     """Times steps of several kinds in alternation, so that other load affects all of them.
 
-    The first round compiles and is not counted. Two states are held at a time.
+    The first round compiles and is not counted. Two pairs of caches are held at a time.
 
     Args:
       kinds: by names for display.

@@ -340,7 +340,7 @@ class Engine:
         self.close()
 
     def step(self) -> bool:
-        """Dispatches one step of all slots and reads the tokens of the step before.
+        """Dispatches one step of the slots and reads the tokens of the step before.
 
         Returns:
           Whether another step is needed: whether a request has not ended.

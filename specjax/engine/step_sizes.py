@@ -42,8 +42,9 @@ def read_sizes(num_slots: int | Sequence[int]) -> tuple[int, ...]:
       >>> read_sizes(64), read_sizes((8, 64))
       ((64,), (8, 64))
     """
-    given = tuple(num_slots) if isinstance(num_slots, Sequence) else (num_slots,)
-    sizes = tuple(check_count("num_slots", n, 1, "the requests decoded at once") for n in given)
+    given = tuple(num_slots) if isinstance(num_slots, list | tuple | range) else (num_slots,)
+    why = "the requests decoded at once, or rising sizes of steps such as (8, 64)"
+    sizes = tuple(check_count("num_slots", n, 1, why) for n in given)
     if not sizes or sizes != tuple(sorted(set(sizes))):
         raise ValueError(
             f"num_slots is {num_slots!r}; it needs rising sizes of steps, the last of which is the "

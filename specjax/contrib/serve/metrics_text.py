@@ -23,7 +23,7 @@ def metrics_text(server: AsyncEngine) -> str:
         *_metric("tokens", "counter", "Tokens generated.", totals.num_completion_tokens),
         *_metric("drafted", "counter", "Drafted tokens by position.", _each(totals.num_drafted)),
         *_metric("accepted", "counter", "Accepted tokens by position.", _each(totals.num_accepted)),
-        *_metric("steps", "counter", "Steps of all slots.", engine.num_steps),
+        *_metric("steps", "counter", "Steps of the slots that hold requests.", engine.num_steps),
         *_metric("waiting", "gauge", "Requests that wait for a slot.", engine.num_waiting),
         *_metric("running", "gauge", "Requests in a slot.", engine.num_running),
         *_metric("slots", "gauge", "Slots.", engine.num_slots),

@@ -59,7 +59,8 @@ def attend(
     # The query heads of a key head are rows of one product with it.
     q = q.reshape(batch, tokens, groups, -1, head_dim).transpose(0, 2, 3, 1, 4)
     q = q.reshape(batch, groups, -1, head_dim)
-    is_one = batch == tokens == 1
+    # Not of gathered rows: XLA would compute the gather inside each of the two loops.
+    is_one = batch == tokens == 1 and len(cache) == 2
     multiply, average = (_scores_of_one, _average_of_one) if is_one else (_scores, jnp.matmul)
     scores = multiply(q, keys).reshape(batch, groups, -1, tokens, slots)
     slot, position = jnp.arange(slots)[None, None], positions[..., None]

@@ -33,8 +33,8 @@ MUTATIONS = (
         "the last block of a segment is not read",
     ),
     Mutation(
-        f"{_MODELS}pallas.attention_kernels.attention_kernel.add_segment",
-        "merge([state, attend(num_active, i)])",
+        f"{_MODELS}pallas.attention_kernels.attention_kernel.add",
+        "add_segment(state, attend(num_active, i))",
         "attend(num_active, i)",
         row_groups("test_rows_are_those_of_the_plain_step[interpret-llama-1]"),
         "a program keeps its last segment alone",

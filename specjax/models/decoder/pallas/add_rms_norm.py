@@ -79,8 +79,8 @@ def add_rms_norm_kernel(
 
     A bias is added to the product, and its own norm follows, where the model has them.
 
-    Grid: R * n programs of 8 warps; one owns 1024 elements of one row. If the product has a norm,
-    or there are more than 64 rows, R programs of up to 32 warps; one owns a row.
+    Grid: R * n programs of 8 warps; one owns 1024 elements of one row. Or R programs of up to 32
+    warps, of which each owns a row (`tilings.norm_tile`).
     Bytes per row: E (Q * 4 + itemsize) read, 2 E * itemsize + 4 n written.
     Why tiles: a program per row would leave most of the GPU idle at 8 rows. The deferred norm needs
     no reduction over the row here. Why whole rows: many rows fill the GPU.

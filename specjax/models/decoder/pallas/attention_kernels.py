@@ -23,8 +23,8 @@ from specjax.models.decoder.pallas import online_softmax
 from specjax.models.decoder.pallas.combine import (
     PartialSoftmax,
     TileRows,
+    add_segment,
     combine,
-    merge,
     store_output,
     store_partial,
 )
@@ -274,11 +274,11 @@ def attention_kernel(
         return
     if num_splits == 1 and tiling.segment is not None:
 
-        def add_segment(i: jax.Array, state: OnlineSoftmax) -> OnlineSoftmax:
-            return merge([state, attend(num_active, i)])
+        def add(i: jax.Array, state: OnlineSoftmax) -> OnlineSoftmax:
+            return add_segment(state, attend(num_active, i))
 
         empty = online_softmax.init(tiling.num_rows, dim.shape[0])
-        state = jax.lax.fori_loop(jnp.int32(0), num_active, add_segment, empty)
+        state = jax.lax.fori_loop(jnp.int32(0), num_active, add, empty)
         store_output(out.y, b, rows, state)
         return
     if num_splits == 1:

@@ -4,7 +4,8 @@ Each split p of the cache's slots stores (m_p, l_p, acc_p) of `online_softmax`. 
 
     m = max_p m_p        o = sum_p 2^(m_p - m) acc_p  /  sum_p 2^(m_p - m) l_p
 
-`combine` runs inside the program that arrives last; `combine_kernel` is a separate launch.
+`combine` runs inside the program that arrives last, or one row at a time in `combine_kernel`, a
+separate launch.
 Axes as in `specjax.models.decoder.pallas.attention_kernels`.
 
 References:
@@ -29,6 +30,7 @@ __all__ = [
     "CombineOperands",
     "PartialSoftmax",
     "TileRows",
+    "add_segment",
     "combine",
     "combine_kernel",
     "merge",
@@ -141,7 +143,7 @@ def combine(
         loaded = [load(i * splits_per_step + k) for k in range(splits_per_step)]
         if tiling.segment is None:
             return merge([state, *loaded])
-        return functools.reduce(lambda total, each: merge([total, each]), loaded, state)
+        return functools.reduce(add_segment, loaded, state)
 
     num_steps, _ = divmod_i32(num_active + (splits_per_step - 1), splits_per_step)
     return jax.lax.fori_loop(jnp.int32(0), num_steps, add, init(row.shape[0], num_dims))
@@ -155,6 +157,25 @@ def merge(states: list[OnlineSoftmax]) -> OnlineSoftmax:
     l_i = [each.l_i * weight for each, weight in pairs]
     acc = [each.acc * weight[:, None] for each, weight in pairs]
     return OnlineSoftmax(m, functools.reduce(jnp.add, l_i), functools.reduce(jnp.add, acc))
+
+
+def add_segment(total: OnlineSoftmax, segment: OnlineSoftmax) -> OnlineSoftmax:
+    """Returns the state of rows over the slots of `total` and of one more segment.
+
+    The state of the greater maximum keeps its sums. So a sum has one product, which a compiler can
+    fuse with its addition in one way: programs of other shapes get the same bits.
+    """
+    weight = jnp.exp2(-jnp.abs(total.m_i - segment.m_i))
+    is_later = segment.m_i > total.m_i
+
+    def add(old: jax.Array, new: jax.Array, weight: jax.Array, is_later: jax.Array) -> jax.Array:
+        return jnp.where(is_later, new + old * weight, old + new * weight)
+
+    return OnlineSoftmax(
+        jnp.maximum(total.m_i, segment.m_i),
+        add(total.l_i, segment.l_i, weight, is_later),
+        add(total.acc, segment.acc, weight[:, None], is_later[:, None]),
+    )
 
 
 def store_output(y: Any, b: jax.Array, rows: TileRows, state: OnlineSoftmax) -> None:
@@ -191,8 +212,8 @@ def combine_kernel(
 ) -> None:
     """Writes o = sum_p 2^(m_p - m) acc_p / sum_p 2^(m_p - m) l_p for one query head of one token.
 
-    Grid: B * T' * H programs of one warp. A program holds the states of its row, [P', D], at once.
-    It adds those of segments one after another, as a program does that reads a whole text.
+    Grid: B * T' * H programs of one warp. A program holds the states of its row, [P', D], at once;
+    or it adds those of segments one after another, as a program does that reads a whole text.
     Tokens from T on are padding and are written as 0.
     Bytes per row: P' (D + 2) * 4 read, D * itemsize written.
     Why a launch: it always follows `fused_attention_kernel`. It follows `attention_kernel` if

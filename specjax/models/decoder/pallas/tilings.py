@@ -162,7 +162,8 @@ class AttentionTiling(NamedTuple):
       num_warps: of a program.
       num_stages: iterations of the loop over slots whose loads are in flight at once.
       num_register_splits: splits that the combining program loads at a time.
-      combines_in_attention: whether the last program combines; not read if `prepares_in_attention`.
+      combines_in_attention: whether the last program combines, or one program reads all segments;
+        not read if `prepares_in_attention`.
       segment: blocks of a segment. If not None, sums are those of the segments of a text, added in
         their order, whichever program has them.
       prepared_tokens: tokens of a tile of the launch that prepares queries, keys and values, with
