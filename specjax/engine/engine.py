@@ -47,8 +47,8 @@ class Engine:
 
     A request waits until a slot is empty, first come, first served. Its prompt is read in chunks
     between the steps of the others. Its tokens depend on its key, prompt and parameters, and on the
-    models, `config` and the engine's shapes. They do not depend on its slot or on other requests,
-    unless steps have several sizes or `k_by_load` is set.
+    models, `config` and the engine's shapes. They do not depend on its slot. They depend on
+    other requests only if `k_by_load` is set, or at near-ties if steps have several sizes.
 
     The constructor compiles, and no request does. Any thread may submit, abort or preempt, and may
     run the engine by `step`, `run` or an iteration over a request. Threads that run it take turns,

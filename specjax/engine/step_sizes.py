@@ -36,7 +36,7 @@ def read_sizes(num_slots: int | Sequence[int]) -> tuple[int, ...]:
       num_slots: as in `Engine`, unchecked.
 
     Raises:
-      ValueError: for sizes that are no rising Python ints >= 1.
+      ValueError: if the sizes are not rising Python ints >= 1.
 
     Example:
       >>> read_sizes(64), read_sizes((8, 64))
@@ -54,7 +54,7 @@ def read_sizes(num_slots: int | Sequence[int]) -> tuple[int, ...]:
 
 
 def check_reads_rows(models: Models, sizes: tuple[int, ...]) -> None:
-    """Refuses several sizes for models that read a batch's whole caches alone."""
+    """Refuses several sizes if a model cannot read chosen rows of its cache."""
     for name, one in zip(("target", "drafter"), models, strict=True):
         if len(sizes) > 1 and one is not None and not one.reads_pieces:
             raise ValueError(
@@ -155,7 +155,7 @@ def _on_rows(models: Models, rows: jax.Array) -> Models:
 
 @functools.lru_cache(maxsize=64)
 def _bind(function: Callable[..., Any], cache: int | None = None) -> Callable[..., Any]:
-    """Returns a model's function of a pair of parameters and rows.
+    """Returns the function with (parameters, rows) as its first argument, and `Pieces` as cache.
 
     Args:
       function: of parameters and operands.

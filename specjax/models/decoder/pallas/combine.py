@@ -4,8 +4,8 @@ Each split p of the cache's slots stores (m_p, l_p, acc_p) of `online_softmax`. 
 
     m = max_p m_p        o = sum_p 2^(m_p - m) acc_p  /  sum_p 2^(m_p - m) l_p
 
-`combine` runs inside the program that arrives last, or one row at a time in `combine_kernel`, a
-separate launch.
+Without segments, the last program to arrive runs `combine`, or a launch of `combine_kernel` adds
+all splits at once. With segments, `combine_kernel` runs `combine`, one row per program.
 Axes as in `specjax.models.decoder.pallas.attention_kernels`.
 
 References:
@@ -162,8 +162,8 @@ def merge(states: list[OnlineSoftmax]) -> OnlineSoftmax:
 def add_segment(total: OnlineSoftmax, segment: OnlineSoftmax) -> OnlineSoftmax:
     """Returns the state of rows over the slots of `total` and of one more segment.
 
-    The state of the greater maximum keeps its sums. So a sum has one product, which a compiler can
-    fuse with its addition in one way: programs of other shapes get the same bits.
+    Only the state with the smaller maximum is scaled. Each sum then has one product, so a compiler
+    can fuse it in one way only. Programs of all shapes get the same bits.
     """
     weight = jnp.exp2(-jnp.abs(total.m_i - segment.m_i))
     is_later = segment.m_i > total.m_i
@@ -212,13 +212,13 @@ def combine_kernel(
 ) -> None:
     """Writes o = sum_p 2^(m_p - m) acc_p / sum_p 2^(m_p - m) l_p for one query head of one token.
 
-    Grid: B * T' * H programs of one warp. A program holds the states of its row, [P', D], at once;
-    or it adds those of segments one after another, as a program does that reads a whole text.
+    Grid: B * T' * H programs of one warp. Without segments, a program holds all states of its row,
+    [P', D]. With segments, it adds them in order, for the bits of one program that reads all.
     Tokens from T on are padding and are written as 0.
     Bytes per row: P' (D + 2) * 4 read, D * itemsize written.
     Why a launch: it always follows `fused_attention_kernel`. It follows `attention_kernel` if
-    `AttentionTiling.combines_in_attention` is False: one last program per key-value head would read
-    for longer than a launch takes.
+    `AttentionTiling.combines_in_attention` is False: for segments that programs share, or if P is
+    large. One last program per key-value head would read for longer than a launch takes.
     Memory order: the previous launch has ended when it begins to load. It triggers no launch early.
 
     Args:
@@ -234,7 +234,7 @@ def combine_kernel(
     token, head = divmod_i32(pl.program_id(0), num_query_heads)
     b, t = divmod_i32(token, num_padded_tokens)
     g, head_in_group = divmod_i32(head, queries_per_kv)
-    # The tile, and the row of it, that is this head of this token.
+    # Tile and row of this token's head.
     tile_in_head, token_in_tile = divmod_i32(t, tiling.tokens_per_tile)
     tile = (b * num_kv_heads + g) * tiling.num_tiles + tile_in_head
     row = token_in_tile * queries_per_kv + head_in_group

@@ -351,14 +351,18 @@ def _segment_tiling(
     shared_memory_bytes: int,
     min_whole_programs: int,
 ) -> AttentionTiling | None:
-    """Returns the tiling by segments of a text; arguments as in `attention_tiling`."""
+    """Returns the tiling for `row_invariant`; None of more than 128 queries of a key-value head.
+
+    None, too, if a program's shared memory is too small. `min_whole_programs` is as in
+    `DecodeConfig`, the other arguments as in `attention_tiling`.
+    """
     batch, num_kv_heads, num_slots, head_dim = positions[0], *cache[1:]
     num_rows = max(_INVARIANT_ROWS, pad_to_mma(queries_per_kv))
     tokens_per_tile = num_rows // queries_per_kv
     num_tiles = -(-num_padded_tokens // tokens_per_tile)
     is_whole = batch * num_kv_heads * num_tiles >= min_whole_programs
     num_splits = 1 if is_whole else -(-num_slots // (BLOCK_KV * _SEGMENT))
-    # Few programs have a multiprocessor each: a segment's blocks are all in flight.
+    # With few tiles all blocks of a segment are in flight, if shared memory has room.
     sizes, max_stages = (num_rows, head_dim, itemsize, shared_memory_bytes), 3 if is_whole else 4
     num_stages = num_attention_stages(*sizes, max_stages)
     if num_rows > _MAX_LONG_ROWS or num_stages == 0:
@@ -383,8 +387,8 @@ def _segment_tiling(
 def norm_tile(num_rows: int, size: int, is_normed: bool, config: DecodeConfig) -> Tile:
     """Returns the tile of rows [E] that one program adds and squares.
 
-    On an H100 256 rows of 4096, in a step of 8B shapes, take 2.5 us less in whole rows than in
-    tiles of 256.
+    More rows than 64 fill the GPU with one program each. Fewer take tiles of a row. On an H100,
+    256 rows in a step of 8B shapes took 10.61 ms so, and 10.66 ms in tiles.
 
     Args:
       num_rows: R.
