@@ -44,7 +44,7 @@ def test_a_soak_with_panics_device_errors_and_interrupts_finds_nothing_wrong():
     assert counts["tokenizer panics"] == counts["tokenizer_error"] > 3
     # Some panic when they are submitted, and leave no request.
     assert counts["matcher panics"] >= counts["matcher_error"] > 3
-    assert counts["device errors"] > 20
+    assert counts["device errors"] > 10
     # How many signals come depends on the machine's speed.
     assert min(counts["interrupts"], counts["exits"]) > 0
 

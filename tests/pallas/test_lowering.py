@@ -481,9 +481,9 @@ def test_parts_of_a_long_cache_are_put_together_by_a_launch_of_its_own(slots, nu
     ("kind", "number"),
     [
         ({}, 4),
-        # Only kernels of ours wait with all they read: not XLA's norms, biases and roundings.
+        once({"sandwich_norms": True}, 4),
+        # Only kernels of ours wait with all they read: not XLA's biases and roundings.
         once({"dtype": "float16"}, 2),
-        once({"sandwich_norms": True}, 2),
         once({"qkv_bias": True}, 3),
         once({"qk_norm": True}, 4),
         once({"qk_norm": True, "qkv_bias": True}, 3),
