@@ -156,7 +156,7 @@ def prefill_ms(setup: Setup, drafter: specjax.Drafter | None, batch: int, effort
 
 
 def drafters(setup: Setup) -> dict[str, specjax.Drafter | None]:
-    """What drafts, by the names of the records."""
+    """The drafter, or None, by the name of its records."""
     return {"plain": None, f"EAGLE-3, K = {K}": setup.drafter}
 
 

@@ -80,9 +80,10 @@ def measure_step_costs(
 ) -> StepCosts:
     """Returns the times of steps on this device, by which `SpeculativeConfig("auto")` chooses.
 
-    One program is compiled for each batch size and number of drafted tokens, those of one size side
-    by side. All numbers of one batch size take turns, so that other load affects all of them. Two
-    pairs of caches are held at a time: after the prompts, which are read once, and after the steps.
+    One program is compiled for each batch size and number of drafted tokens. Programs of one batch
+    size compile side by side. All numbers of one batch size take turns, so that other load affects
+    all of them. Two pairs of caches are held at a time: after the prompts, which are read once, and
+    after the steps.
 
     Args:
       target: as in `generate`.
@@ -167,15 +168,15 @@ def fixed_k_kinds(
     draft_sample_method: DraftSampleMethod,
     options: LoopOptions = LoopOptions(),
 ) -> dict[str, StepKind]:
-    """Returns the steps of K = 0, 1, ... drafted tokens by names; those of 0 have no drafter.
+    """Returns the steps of K = 0, 1, ... drafted tokens by names; with K = 0 there is no drafter.
 
     The caches after the prompts do not depend on K. So the prompts are read once, here.
 
     Args:
       models: with a drafter.
       most: the largest K, at least 1.
-      arguments_of: returns the requests of a round, without EOS tokens, so that none ends. Prompts
-        of all rounds are those of the first.
+      arguments_of: returns the requests of a round, without EOS tokens, so that none ends. All
+        rounds have the prompts of the first.
       draft_sample_method: as in `SpeculativeConfig`.
       options: of the loop.
     """

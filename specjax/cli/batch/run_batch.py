@@ -191,7 +191,7 @@ def _prepare_output(
 
 
 def run_batch(job: BatchJob, terminal: Any) -> None:
-    """Decodes the lines that the output does not have yet, those of the most new tokens first.
+    """Decodes the lines that the output lacks; lines with the most new tokens come first.
 
     A long text that began last would decode alone at the end.
 

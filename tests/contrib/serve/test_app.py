@@ -68,7 +68,7 @@ def test_every_form_of_a_prompt_gives_the_same_texts_with_an_index_over_prompts_
 
 
 def test_a_row_invariant_target_gives_equal_bits_alone_and_next_to_five(make_service, tmp_path):
-    """Alone is a server of one slot, whose steps have other shapes than those of six."""
+    """A request is alone in a server of one slot: its steps have other shapes than with six."""
     import httpx
 
     from specjax.contrib.serve.app import make_app

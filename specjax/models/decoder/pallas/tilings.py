@@ -363,8 +363,8 @@ def _segment_tiling(
     is_whole = batch * num_kv_heads * num_tiles >= min_whole_programs
     num_splits = 1 if is_whole else -(-num_slots // (BLOCK_KV * _SEGMENT))
     # With few tiles all blocks of a segment are in flight, if shared memory has room.
-    sizes, max_stages = (num_rows, head_dim, itemsize, shared_memory_bytes), 3 if is_whole else 4
-    num_stages = num_attention_stages(*sizes, max_stages)
+    most = 3 if is_whole else 4
+    num_stages = num_attention_stages(num_rows, head_dim, itemsize, shared_memory_bytes, most)
     if num_rows > _MAX_LONG_ROWS or num_stages == 0:
         return None
     return AttentionTiling(
