@@ -319,7 +319,13 @@ def interrupted(state: Soak, seed: int) -> Iterator[None]:
         while not is_over.wait(rng.uniform(0, MAX_SECONDS)):
             os.kill(os.getpid(), numbers[rng.integers(2)])
 
+    def drop(unraisable: Any) -> None:
+        """Drops an interrupt that came while Python collected garbage: kept, it keeps arrays."""
+        if not isinstance(unraisable.exc_value, KeyboardInterrupt | SystemExit):
+            hook(unraisable)
+
     numbers = signal.SIGINT, signal.SIGTERM
+    hook, sys.unraisablehook = sys.unraisablehook, drop
     before = [signal.signal(number, state.interrupt) for number in numbers]
     sender = threading.Thread(target=send)
     sender.start()
@@ -332,6 +338,7 @@ def interrupted(state: Soak, seed: int) -> Iterator[None]:
         sender.join()
         for number, handler in zip(numbers, before, strict=True):
             signal.signal(number, handler)
+        sys.unraisablehook = hook
 
 
 def lose(name: str, num_slots: int = 8) -> tuple[list[str], str]:

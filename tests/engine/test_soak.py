@@ -18,12 +18,7 @@ from benchmarks.cpu.soak import (
     what_came,
 )
 
-# An interrupt may come while Python collects garbage, which says so and goes on.
-pytestmark = [
-    pytest.mark.once,
-    pytest.mark.checks,
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
-]
+pytestmark = [pytest.mark.once, pytest.mark.checks]
 ENDS = ("length", "end_of_sequence", "stop_string")
 CUT_SHORT = ("aborted", "tokenizer_error", "matcher_error")
 
