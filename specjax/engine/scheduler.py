@@ -167,9 +167,15 @@ class Scheduler:
         requests = (one for occupants in each for one in occupants if one is not None)
         return (request for request in requests if request.finish_reason is None)
 
-    def _is_busy(self) -> bool:
-        """Returns whether a request has not ended."""
-        return any(True for _ in self._unfinished()) or self.queue.has_waiting()
+    def _end_round(self) -> bool:
+        """Returns whether a request has not ended; if all have, drops what the queue still holds.
+
+        A preempted request may have ended by a step that was in flight.
+        """
+        is_busy = any(True for _ in self._unfinished()) or self.queue.has_waiting()
+        if not is_busy:
+            self._drop_ended()
+        return is_busy
 
     @delayed_interrupts()
     def abort(
@@ -214,7 +220,7 @@ class Scheduler:
             max_in_flight = self._dispatch_next()
             while (step := self._oldest_step(max_in_flight)) is not None:
                 self._deliver(step, read_output(step.output))
-            return self._is_busy()
+            return self._end_round()
 
     async def take_step_async(self) -> bool:
         """Takes a step that coroutines share, and lets others run while the device does."""
@@ -228,7 +234,7 @@ class Scheduler:
                     with self._step_lock:
                         self._deliver(step, output)
                 with self._step_lock:
-                    return self._is_busy()
+                    return self._end_round()
 
         if not self._is_step_shared():
             self._shared_step = asyncio.ensure_future(take())
@@ -252,7 +258,8 @@ class Scheduler:
         self._deliver_masked_steps()
         if self.queue.closed_reason is not None:
             return 0
-        self._drop_aborted()
+        if self._has_aborted:
+            self._drop_ended()
         self._vacate_slots()
         self._fill_slots()
         self._release_slots()
@@ -269,12 +276,12 @@ class Scheduler:
         while any(_has_matchers(step.occupants) for step in self._in_flight):
             self._deliver(self._in_flight[0], read_output(self._in_flight[0].output))
 
-    def _drop_aborted(self) -> None:
-        """Removes aborted requests from the queue and from the batch of prompts."""
-        if self._has_aborted:
-            self._has_aborted = False
-            self.queue.drop_ended()
-            self._batch.drop_ended()
+    @delayed_interrupts()
+    def _drop_ended(self) -> None:
+        """Drops ended requests of the queue and of the batch of prompts, with their caches."""
+        self._has_aborted = False
+        self.queue.drop_ended()
+        self._batch.drop_ended()
 
     def _vacate_slots(self) -> None:
         """Takes requests out of their slots if they ended, or will end by the steps in flight."""

@@ -850,6 +850,21 @@ def test_a_preempted_request_goes_on_before_those_that_wait():
     assert [len(request.token_ids) for request in requests] == [7, 7, 0, 0]
 
 
+def test_a_preempted_request_that_ends_by_a_step_in_flight_leaves_nothing_on_the_device():
+    engine = full_engine()
+    key = jax.block_until_ready(KEYS[0])
+    engine.submit([1] * 30, key=key, max_new_tokens=1).result()
+    before = len(jax.live_arrays())
+    request = engine.submit([1] * 30, key=key, max_new_tokens=1)
+    # Its only step is not read yet, and the text is too long to be read again before.
+    while not engine.preempt(request, drops_cache=True):
+        engine.step()
+    assert not request.token_ids
+    engine.run()
+    assert request.finish_reason == "length"
+    assert len(jax.live_arrays()) == before
+
+
 def test_samples_of_a_prompt_are_those_of_its_keys_and_read_it_once(monkeypatch):
     engine = full_engine()
     num_chunks = []

@@ -65,11 +65,20 @@ MUTATIONS = (
         "masks of a request that was preempted after an interrupted step are made too early",
     ),
     Mutation(
-        "specjax.engine.scheduler.Scheduler._is_busy",
+        "specjax.engine.scheduler.Scheduler._end_round",
         "any(True for _ in self._unfinished())",
         "bool(self._in_flight)",
         engines(_STOPPED),
         "a step is asked for to read what a request got after its stop string",
+    ),
+    Mutation(
+        "specjax.engine.scheduler.Scheduler._end_round",
+        "self._drop_ended()",
+        "pass",
+        engines(
+            "test_a_preempted_request_that_ends_by_a_step_in_flight_leaves_nothing_on_the_device"
+        ),
+        "a request that ended while it was parked keeps its caches",
     ),
     Mutation(
         "specjax.engine.scheduler.Scheduler._unfinished",
