@@ -205,7 +205,7 @@ def measure_shape(
 ) -> Iterator[dict[str, Any]]:
     """A record of each case with each kind of rows, their programs compiled once, side by side.
 
-    What fails leaves its sentence in the record: machines are lent by the minute.
+    A case that fails leaves its error in the record, and the others go on.
     """
     loops: dict[str, Loop] = {}
     for rows in kinds:

@@ -56,6 +56,7 @@ CASES = {
     "onehot_1": Case("onehot", temperature=1.0),
     "greedy": Case("drawn", temperature=0.0),
     "greedy_without_logprobs": Case("without_logprobs", temperature=0.0),
+    "greedy_onehot": Case("onehot", temperature=0.0),
     "synthetic_as_drawn_0.7": Case("synthetic", rates="drawn_0.7"),
     "synthetic_0.9": Case("synthetic", rates=0.9),
     "block_0.7": Case("block"),

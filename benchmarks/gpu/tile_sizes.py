@@ -1,4 +1,7 @@
-"""Sweeps tile sizes, warps and the path of small batches: what `tiles.py` is to be chosen from."""
+"""Sweeps tile sizes, warps and the path of small batches, by which `KernelConfig` chooses.
+
+Batches of sampled drafts and of draws, then of greedy requests alone.
+"""
 
 import time
 from collections.abc import Iterator
@@ -15,6 +18,9 @@ K, V = 5, 131072
 ROW_TILES = [(4096, 8), (8192, 4), (8192, 8), (16384, 8), (32768, 16)]
 GUMBEL_TILES = [(4096, 8), (8192, 8), (16384, 8)]
 PAIR_TILES = [(4096, 8), (8192, 8), (16384, 8)]
+GREEDY_TILES = [(4096, 4), (4096, 8), (8192, 4), (8192, 8), (8192, 16), (16384, 16)]
+# B, K and V of batches of greedy requests alone.
+GREEDY_SIZES = ((16, 7, 201088), (48, 4, 152064), (128, 3, 128256))
 DRAW_WARPS = [4]
 AT_ONCE = 6
 ANY_BATCH = 2**31 - 1
@@ -56,6 +62,15 @@ def choices() -> Iterator[tuple[str, Choice]]:
         yield "drawn_0.7", Choice(draw=draw)
 
 
+def greedy_choices() -> Iterator[tuple[str, Choice]]:
+    """Cases and choices of a batch of greedy requests."""
+    for name in ("greedy", "greedy_onehot"):
+        yield name, Choice()
+        yield name, Choice(small=True)
+        for row in GREEDY_TILES:
+            yield name, Choice(row=row, small=False)
+
+
 def config_of(choice: Choice) -> KernelConfig:
     """The sizes of the kernels that a choice stands for."""
     fields: dict[str, Any] = {}
@@ -71,21 +86,21 @@ def config_of(choice: Choice) -> KernelConfig:
 
 
 def sweep(effort: Effort, seconds: float, small: bool) -> Iterator[dict[str, Any]]:
-    """Measures choices, one batch size after the other, each until its share of the time is up."""
+    """Measures choices, one shape after the other, each until its share of the time is up."""
     start = time.perf_counter()
-    queues = {size: list(choices()) for size in (64, 256, 8)}
+    queues = {Shape(size, K, V, "bfloat16"): list(choices()) for size in (64, 256, 8)}
+    queues |= {Shape(*x, "bfloat16", "zipf"): list(greedy_choices()) for x in GREEDY_SIZES}
     if small:
         # Plain JAX, which rehearses the rest, has no tiles.
-        effort = effort._replace(kernels="interpret")
-        queues = {1: [("drawn_0.7", Choice((256, 4), (128, 2), 4, False))]}
-        queues[1].append(("gumbel_fp32", Choice(row=(128, 1))))
-    for number, (size, queue) in enumerate(queues.items()):
-        shape = Shape(1, 1, 130, "bfloat16") if small else Shape(size, K, V, "bfloat16")
-        bench = Bench(shape, ["drawn_0.7", "gumbel_fp32"], effort)
+        effort, tiny = effort._replace(kernels="interpret"), Shape(1, 1, 130, "bfloat16")
+        queues = {tiny: [("drawn_0.7", Choice((256, 4), (128, 2), 4, False))]}
+        queues[tiny].append(("gumbel_fp32", Choice(row=(128, 1))))
+    for number, (shape, queue) in enumerate(queues.items()):
+        bench = Bench(shape, list({name for name, _ in queue}), effort)
         # Compiled side by side, a few at a time, so that little is lost when the time is up.
         for first in range(0, len(queue), AT_ONCE):
             if time.perf_counter() - start > seconds * (number + 1) / len(queues):
-                print(f"The time is up; left out at B = {size}: {queue[first:]}")
+                print(f"The time is up; left out at {shape}: {queue[first:]}")
                 break
             loops = compile_all(_lower(bench, queue[first : first + AT_ONCE]))
             for (name, choice), loop in loops.items():

@@ -11,7 +11,7 @@ from typing import Any
 
 from benchmarks.gpu.calls import REHEARSAL, Effort, measure_shape
 from benchmarks.gpu.inputs import BYTES_PER_US, Shape
-from benchmarks.gpu.tile_sizes import sweep
+from benchmarks.gpu.tile_sizes import GREEDY_SIZES, sweep
 from benchmarks.record import environment, gpu_parser, parse_on_gpu, save
 
 K, V, DTYPE = 5, 131072, "bfloat16"
@@ -22,6 +22,7 @@ VERIFY = [
     "onehot_1",
     "greedy",
     "greedy_without_logprobs",
+    "greedy_onehot",
     "synthetic_as_drawn_0.7",
     "synthetic_0.9",
     "block_0.7",
@@ -33,13 +34,14 @@ SAMPLE = ["gumbel_fp32", "gumbel_fp64"]
 GRAPHS = ["drawn_0.7_graphs", "gumbel_fp32_graphs"]
 XLA = ["xla_drawn_0.7", "xla_gumbel_fp32", "categorical"]
 FEW = ["drawn_0.7", "greedy"]
+GREEDY = ["greedy", "greedy_without_logprobs", "greedy_onehot"]
 
 # Cases at a shape, and the rows of its logits: those of one shape share their programs.
 Work = tuple[Shape, list[str], tuple[str, ...]]
 NORMAL, ZIPF, BOTH = ("normal",), ("zipf",), ("normal", "zipf")
 MAIN: list[Work] = [
     *[(Shape(b, K, V, DTYPE), [*VERIFY, *SAMPLE], BOTH) for b in (8, 64, 256)],
-    (Shape(48, 4, 152064, DTYPE), ["greedy", "greedy_without_logprobs"], ZIPF),
+    *[(Shape(*size, DTYPE), GREEDY, ZIPF) for size in GREEDY_SIZES],
     (Shape(8, K, V, DTYPE), GRAPHS, NORMAL),
 ]
 # What JAX offers takes as long to compile as all kernels, and changes with JAX alone.
@@ -98,7 +100,7 @@ def run_section(
 def main() -> None:
     parser = gpu_parser(__doc__)
     parser.add_argument("--only", choices=SECTIONS, help="one section of four")
-    parser.add_argument("--seconds", type=float, default=90, help="stop the sweep of tiles then")
+    parser.add_argument("--seconds", type=float, default=180, help="stop the sweep of tiles then")
     args = parse_on_gpu(parser)
     effort = REHEARSAL if args.smoke else Effort()
     shapes = {"main": MAIN, "xla": PLAIN, "more": MORE}

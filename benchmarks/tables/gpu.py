@@ -23,6 +23,7 @@ ROWS = (
     ("`rejection_sample`, one-hot drafts, T = 1", "onehot_1", "onehot_1"),
     ("`rejection_sample`, greedy", "greedy", "greedy"),
     ("`rejection_sample`, greedy, without log-probabilities", "greedy_without_logprobs", "greedy"),
+    ("`rejection_sample`, greedy, drafts without logits", "greedy_onehot", "greedy"),
     ("`rejection_sample`, synthetic, 0.9 per position", "synthetic_0.9", None),
     ("`rules.block`, sampled drafts, T = 0.7", "block_0.7", None),
     ("`rules.block`, sampled drafts, T = 1", "block_1", None),

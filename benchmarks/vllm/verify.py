@@ -26,6 +26,8 @@ from benchmarks.vllm.files import Functions, load
 # As gpu/inputs.py has it: what the calls of a replay read lies beyond twice the L2 of an H200.
 ROTATING_BYTES = 120e6
 K, V = 5, 131072
+# As gpu/tile_sizes.py has them.
+GREEDY_SIZES = ((16, 7, 201088), (48, 4, 152064), (128, 3, 128256))
 RUNS, CALLS = 7, 576
 
 
@@ -228,7 +230,7 @@ def parts(smoke: bool) -> list[tuple[tuple[int, int, int], str, list[str]]]:
     every = [*CASES, "gumbel_fp32", "gumbel_fp64"]
     sizes = [(2, 2, 300)] if smoke else [(b, K, V) for b in (8, 64, 256)]
     work = [(size, rows, every) for size in sizes for rows in ("normal", "zipf")]
-    return work if smoke else [*work, ((48, 4, 152064), "zipf", ["greedy"])]
+    return work if smoke else [*work, *((size, "zipf", ["greedy"]) for size in GREEDY_SIZES)]
 
 
 def run_part(number: int, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
