@@ -1,5 +1,6 @@
 """`make gpu-test`: which files it runs, and when it fails."""
 
+import pathlib
 import subprocess
 
 import gpu_tests
@@ -12,8 +13,14 @@ tests/b/test_many.py: 30
 """
 
 
-def test_files_of_selected_tests_are_run_the_longest_list_first():
+def test_files_of_selected_tests_are_run_the_longest_list_first(monkeypatch):
     assert gpu_tests.files(LISTING) == ["tests/b/test_many.py", "tests/a/test_few.py"]
+    monkeypatch.setattr(gpu_tests, "FIRST", "tests/a/test_few.py")
+    assert gpu_tests.files(LISTING) == ["tests/a/test_few.py", "tests/b/test_many.py"]
+
+
+def test_the_first_file_is_there():
+    assert (pathlib.Path(__file__).parents[2] / gpu_tests.FIRST).exists()
 
 
 @pytest.mark.parametrize(
