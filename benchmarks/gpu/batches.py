@@ -4,11 +4,12 @@ python -m benchmarks.gpu.batches --out benchmarks/results/h100_batches.json
 python -m benchmarks.gpu.batches --out benchmarks/results/h100_batches.json --vllm vllm.jsonl
 python -m benchmarks.gpu.batches --cases costs --out benchmarks/results/h100_step_costs.json
 python -m benchmarks.gpu.batches --cases lengths --batch 1 8 16 64 --out h100_lengths.json
+python -m benchmarks.gpu.batches --cases slots --out benchmarks/results/h100_few_slots.json
 
 The second puts lines of JSON of vLLM's whole engine next to the first's records. The third measures
 the step costs by which K = "auto" chooses, and the K that they make best at some acceptance rates,
 a record for each batch size. The fourth times steps in longer buffers, and steps of requests of
-mixed lengths; B = 32 needs a GPU of 141 GB.
+mixed lengths; B = 32 needs a GPU of 141 GB. The fifth times steps of few of an engine's slots.
 """
 
 import dataclasses
@@ -54,6 +55,7 @@ class Load(NamedTuple):
       chunks: tokens of prompts that are read at once, each an engine of its own.
       late: tokens of a prompt that comes while all slots but one are busy.
       step_sizes: slots of a step of one more engine, whose chunks are twice the largest.
+      num_steps: steps of each size that are timed.
     """
 
     num_requests: int = 500
@@ -64,6 +66,7 @@ class Load(NamedTuple):
     chunks: tuple[int, ...] = (512, 1024)
     late: int = 1000
     step_sizes: tuple[int, ...] = (16, 32, 48, 64)
+    num_steps: int = 64
 
     def engine(self, setup: Setup, num_slots: int | tuple[int, ...], chunk: int) -> specjax.Engine:
         """An engine with the drafter, compiled."""
@@ -73,8 +76,8 @@ class Load(NamedTuple):
         )
 
 
-CASES = ["steps", "mixed", "late", "costs", "lengths"]
-REHEARSAL = Load(9, (5, 20), (3, 12), 8, 64, (16,), 20, (2, 8))
+CASES = ["steps", "mixed", "late", "costs", "lengths", "slots"]
+REHEARSAL = Load(9, (5, 20), (3, 12), 8, 64, (16,), 20, (2, 8), 3)
 MIXED, LONGEST_FIRST = "mixed load", "mixed load, the longest texts first"
 
 
@@ -103,16 +106,43 @@ def mixed_load(
     engine.close()
 
 
+def occupy(engine: specjax.Engine, load: Load, number: int) -> list[specjax.Request]:
+    """Has an engine decode a number of requests; returns them."""
+    prompt = [11] * min(700, load.max_length // 3)
+    most = load.max_length - len(prompt) - 8
+    requests = [
+        engine.submit(prompt, key=jax.random.key(i), max_new_tokens=most, temperature=0.0)
+        for i in range(number)
+    ]
+    while engine.num_running < number:
+        engine.step()
+    return requests
+
+
+def few_slots(setup: Setup, load: Load) -> Iterator[dict[str, Any]]:
+    """Milliseconds of a step of each size, and of all slots with as few requests; medians."""
+    for sizes in (load.step_sizes, load.num_slots):
+        engine = load.engine(setup, sizes, load.chunks[-1])
+        for number in load.step_sizes:
+            requests = occupy(engine, load, number)
+            taken = []
+            for _ in range(load.num_steps):
+                start = time.perf_counter()
+                engine.step()
+                taken.append(1e3 * (time.perf_counter() - start))
+            record = {"case": "few slots", "slots": load.num_slots, "step_sizes": sizes}
+            yield record | {"requests": number, "median_ms": statistics.median(taken)}
+            for request in requests:
+                engine.abort(request)
+            engine.run()
+        engine.close()
+
+
 def late_prompt(setup: Setup, load: Load, chunk: int) -> dict[str, Any]:
     """Milliseconds to a late prompt's first token, and between steps meanwhile; medians of four."""
     num_slots = load.num_slots // 2
     engine = load.engine(setup, num_slots, chunk)
-    for i in range(num_slots - 1):
-        prompt = [11 + i] * min(700, load.max_length // 3)
-        most = load.max_length - len(prompt) - 8
-        engine.submit(prompt, key=jax.random.key(i), max_new_tokens=most, temperature=0.0)
-    while engine.num_running < num_slots - 1:
-        engine.step()
+    occupy(engine, load, num_slots - 1)
     waits, gaps = [], []
     for trial in range(4):
         for _ in range(5):
@@ -251,6 +281,8 @@ def records(
         yield from lengths(setup, batch, effort)
     for batch in batches if "costs" in names else []:
         yield step_costs(setup, batch, effort)
+    if "slots" in names:
+        yield from few_slots(setup, load)
     for chunk in load.chunks:
         if "mixed" in names:
             yield from mixed_load(setup, load, load.num_slots, chunk)

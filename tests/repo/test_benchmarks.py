@@ -53,7 +53,7 @@ def measured(ours="2026-01-01T10:00:00+00:00", theirs="2026-01-01T10:30:00+00:00
         (["gpu.row_invariance"], ["B=2 T=2 at 20"]),
         (["gpu.mesh", "--batch", "2", "--cases", "sums"], ["sums"]),
         (["gpu.batches", "--batch", "2"], ["plain", "EAGLE-3, K = 3"]),
-        (["gpu.batches", "--cases", "costs", "--batch", "1", "2"], ["step costs"]),
+        (["gpu.batches", "--cases", "costs", "slots", "--batch", "2"], ["step costs", "few slots"]),
         (
             ["gpu.batches", "--cases", "lengths", "--batch", "2"],
             ["plain, longer buffers", "EAGLE-3, K = 3, mixed lengths"],
