@@ -12,7 +12,7 @@ from specjax.core.truncation import Filters
 from specjax.devices.map_parts import map_parts
 from specjax.devices.placement import pvary_like
 from specjax.devices.rows import logit_rows
-from specjax.devices.vocabulary_split import VocabularySplit, axis_of, parse_split, plain_if_split
+from specjax.devices.vocabulary_split import VocabularySplit, axis_of, parse_split
 from specjax.implementation import Implementation, choose_implementation, resolve_implementation
 from specjax.processing.cutoff_xla import cutoff_of_rows
 
@@ -163,18 +163,10 @@ def cutoff_shard(
     logits, temperature, filters = pvary_like(batch, batch, without=axis_of(split))
     filters = jax.tree.map(lambda x: x.reshape(-1), filters)
     rows = logits.reshape(-1, logits.shape[-1])
-    cutoff = _searcher(implementation, split)(rows, temperature.reshape(-1), filters)
-    return cutoff.reshape(logits.shape[:-1])
+    search: Callable[..., jax.Array] = functools.partial(cutoff_of_rows, split=split)
+    if split is None and implementation.name != "xla":  # Kernels read whole rows.
+        from specjax.pallas.cutoff.rows import cutoff_rows
 
-
-def _searcher(
-    implementation: Implementation, split: VocabularySplit | None
-) -> Callable[..., jax.Array]:
-    """Returns the function of rows [R, V] that searches: the reference or the kernels."""
-    reference = functools.partial(cutoff_of_rows, split=split)
-    if plain_if_split(implementation, split).name == "xla":
-        return reference
-    from specjax.pallas.cutoff.rows import cutoff_rows
-
-    kernels = functools.partial(cutoff_rows, implementation=implementation)
-    return choose_implementation(implementation, reference, kernels)
+        kernels = functools.partial(cutoff_rows, implementation=implementation)
+        search = choose_implementation(implementation, search, kernels)
+    return search(rows, temperature.reshape(-1), filters).reshape(logits.shape[:-1])
