@@ -101,8 +101,7 @@ class QueueEntry(abc.ABC):
         if not self.unread.size:
             return 0
         chunk, owners = self.next_chunk(programs.chunk_size), [(self.listing, slice(None))]
-        read, list_chunk = programs.prefill_chunk, programs.list_chunk
-        self.caches = run_chunk(read, list_chunk, self.caches, chunk, owners)
+        self.caches = run_chunk(programs, self.caches, chunk, owners)
         self.num_read += programs.chunk_size
         return 1
 

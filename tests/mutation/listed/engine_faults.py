@@ -46,22 +46,22 @@ MUTATIONS = (
     ),
     Mutation(
         f"{_ENGINE}queue.QueueEntry.read_chunk",
-        "self.caches = run_chunk(read, list_chunk, self.caches, chunk, owners)\n"
+        "self.caches = run_chunk(programs, self.caches, chunk, owners)\n"
         "        self.num_read += programs.chunk_size",
         "self.num_read += programs.chunk_size\n"
-        "        self.caches = run_chunk(read, list_chunk, self.caches, chunk, owners)",
+        "        self.caches = run_chunk(programs, self.caches, chunk, owners)",
         soaks(_MOVED),
         "a chunk counts as read before a program has it",
     ),
     Mutation(
         f"{_ENGINE}prefill_batch.PrefillBatch.read",
-        "        self._run((token_ids, positions), owners)\n"
+        "        self._caches = run_chunk(self._programs, self._caches, chunk, owners)\n"
         "        # A last piece counts whole, as in `QueueEntry.num_read`.\n"
         "        for entry in batch_entries:\n"
         "            entry.num_read += piece_size\n",
         "        for entry in batch_entries:\n"
         "            entry.num_read += piece_size\n"
-        "        self._run((token_ids, positions), owners)\n",
+        "        self._caches = run_chunk(self._programs, self._caches, chunk, owners)\n",
         soaks(_MOVED),
         "chunks of a batch count as read before a program has them",
     ),
