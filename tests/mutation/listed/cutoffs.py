@@ -34,7 +34,7 @@ _REFERENCE = (
         "a filter that is NaN keeps all",
     ),
     Mutation(
-        "specjax.processing.logit_cutoff._once_per_row.each",
+        "specjax.core.temperature.spread_over_rows",
         "(*value.shape, *(1,) * (len(leading) - value.ndim))",
         "(*(1,) * (len(leading) - value.ndim), *value.shape)",
         cutoffs("test_a_parameter_goes_with_the_leading_axes"),
