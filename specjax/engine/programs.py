@@ -173,7 +173,7 @@ def make_programs(
     chunk_size: int,
     options: StepOptions,
     step_sizes: tuple[int, ...],
-    prompt_logprobs: bool = False,
+    num_listed: int | None = None,
 ) -> Programs:
     """Returns the programs of an engine; nothing is compiled yet.
 
@@ -184,7 +184,7 @@ def make_programs(
       chunk_size: C.
       options: as in `run_step`.
       step_sizes: from `read_sizes`.
-      prompt_logprobs: whether requests may list their prompts, by `settings.token_info`.
+      num_listed: likeliest tokens listed of each token of a prompt; None if no prompt is listed.
 
     Raises:
       ValueError: for a mesh with several processes or several devices for requests. Also for a
@@ -213,14 +213,15 @@ def make_programs(
     lengths = (max_length,) if is_fixed else cache_lengths(max_length, chunk_size)
     batch = batch or _choose_batch(new_caches, num_slots, lengths[0], chunk_size)
     batch_tokens = 0 if batch is None else batch.num_tokens
-    needs = needs_of_state(models, shapes, max(chunk_size, batch_tokens), prompt_logprobs)
+    needs = needs_of_state(models, shapes, max(chunk_size, batch_tokens), num_listed is not None)
+    list_chunk = functools.partial(slots.list_chunk, models, num_listed=num_listed)
     return Programs(
         new_caches=new_caches,
         grow_caches=functools.partial(slots.grow_caches, models),
         cache_lengths=lengths,
         chunk_size=chunk_size,
         prefill_chunk=functools.partial(slots.prefill_chunk, models),
-        list_chunk=_bind_listing(models, settings) if prompt_logprobs else None,
+        list_chunk=None if num_listed is None else list_chunk,
         new_target_caches=functools.partial(slots.new_caches, models._replace(drafter=None)),
         batch=batch,
         put_caches=functools.partial(slots.put, axes=leaf_axes),
@@ -238,16 +239,6 @@ def make_programs(
         needs=needs._replace(slot_bytes=slots.slot_bytes(shapes, axes)),
         vocab_size=vocab_size,
     )
-
-
-def _bind_listing(
-    models: Models, settings: Settings
-) -> Callable[..., tuple[PromptCaches, TopLogprobs]]:
-    """Returns `Programs.list_chunk`."""
-    listed = settings.token_info
-    assert listed is not None
-    assert listed.logprobs is not None
-    return functools.partial(slots.list_chunk, models, num_listed=listed.logprobs.num)
 
 
 def _check_placement(target: Model) -> None:
