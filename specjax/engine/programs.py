@@ -158,12 +158,6 @@ class Programs(NamedTuple):
             num_prompts += self.prefill_depth - _PREFILL_AHEAD + 1
         return 2.5 + num_prompts * self.cache_lengths[0] / self.cache_lengths[-1]
 
-    def of_target(self) -> "Programs":
-        """Returns programs whose caches are the target's alone and have one length, S."""
-        return self._replace(
-            new_caches=self.new_target_caches, cache_lengths=self.cache_lengths[-1:]
-        )
-
 
 def make_programs(
     models: Models,
