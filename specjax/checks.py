@@ -22,6 +22,7 @@ __all__ = [
     "check_logits",
     "check_model_logits",
     "check_noise_dtype",
+    "check_num_listed",
     "check_ragged_draft",
     "check_shape",
     "check_type",
@@ -152,6 +153,14 @@ def parse_rows(logits: Any) -> Any:
         raise ValueError("logits has shape (); it needs [..., V], the vocabulary last.")
     check_logits("logits", logits, ", ".join("V" * logits.ndim))
     return logits
+
+
+def check_num_listed(name: str, num: int, vocab_size: int) -> None:
+    """Refuses to list more tokens than the vocabulary has."""
+    if num > vocab_size:
+        raise ValueError(
+            f"{name} is {num} for a vocabulary of {vocab_size}; it needs at most that."
+        )
 
 
 def check_applied(

@@ -12,7 +12,7 @@ import jax
 import jax.export
 import jax.numpy as jnp
 
-from specjax.checks import check_count, parse_array, parse_optional, parse_rows
+from specjax.checks import check_count, check_num_listed, parse_array, parse_optional, parse_rows
 from specjax.core.gumbel_max import token_logprobs
 from specjax.core.logsumexp import LogNormalizer, mask_below_cutoff, row_statistics_once
 from specjax.core.subnormal import largest_equal
@@ -26,7 +26,6 @@ __all__ = [
     "LogprobsConfig",
     "TopLogprobs",
     "check_logprobs_config",
-    "check_num_listed",
     "empty_logprobs",
     "list_top_logprobs",
     "top_logprobs",
@@ -72,14 +71,6 @@ def check_logprobs_config(num: Any, mode: Any) -> LogprobsConfig | None:
         return None
     why = "the likeliest tokens listed per generated token, or None"
     return LogprobsConfig(check_count("num_logprobs", num, 0, why), mode)
-
-
-def check_num_listed(name: str, num: int, vocab_size: int) -> None:
-    """Refuses to list more tokens than the vocabulary has."""
-    if num > vocab_size:
-        raise ValueError(
-            f"{name} is {num} for a vocabulary of {vocab_size}; it needs at most that."
-        )
 
 
 def top_logprobs(

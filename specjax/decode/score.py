@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax.checks import check_count, check_model_logits, check_type
+from specjax.checks import check_count, check_model_logits, check_num_listed, check_type
 from specjax.decode.capacity import (
     DEFAULT_CAPACITY,
     explain_out_of_memory,
@@ -25,7 +25,6 @@ from specjax.decode.drafters import Models
 from specjax.decode.logprobs import (
     TopLogprobs,
     check_logprobs_config,
-    check_num_listed,
     list_top_logprobs,
 )
 from specjax.decode.options import LoopOptions, choose_chunk_size

@@ -27,6 +27,7 @@ import numpy as np
 from specjax.checks import (
     as_array,
     check_count,
+    check_num_listed,
     check_shape,
     parse_array,
     parse_optional,
@@ -105,10 +106,8 @@ class KeptTokens(NamedTuple):
 def check_max_kept(name: str, max_kept: Any, vocab_size: int | None = None) -> int:
     """Returns M, or refuses a value that is no integer from 1 to V."""
     count = check_count(name, max_kept, 1, "the ids listed of each set")
-    if vocab_size is not None and count > vocab_size:
-        raise ValueError(
-            f"{name} is {count} for a vocabulary of {vocab_size}; it needs at most that."
-        )
+    if vocab_size is not None:
+        check_num_listed(name, count, vocab_size)
     return count
 
 
