@@ -31,7 +31,7 @@ class Temperature(NamedTuple):
 
 def spread_over_rows(value: Any, leading: tuple[int, ...]) -> jax.Array:
     """Returns a parameter of the first axes of rows, or of none, for each of the rows [leading]."""
-    value = value.reshape(*value.shape, *(1,) * (len(leading) - value.ndim))
+    value = value.reshape((*value.shape, *(1,) * (len(leading) - value.ndim)))
     return jnp.broadcast_to(value, leading)
 
 

@@ -1,5 +1,6 @@
 """A call on each device's part of arrays: its requests, and its part of the vocabulary."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,7 +10,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from specjax.devices.placement import batch_axes
 from specjax.devices.vocabulary_split import VocabularySplit
 
-__all__ = ["map_parts"]
+__all__ = ["map_parts", "map_vocabulary"]
 
 _Function = Callable[[Any], Any]
 _Arrays = Sequence[jax.Array | None]
@@ -73,6 +74,30 @@ def map_parts(
         return mapped(_reshard(arrays, mesh, in_specs))
 
     return call
+
+
+def map_vocabulary(
+    function: _Function,
+    split: VocabularySplit | None,
+    over_vocabulary: _Arrays,
+    *,
+    check_vma: bool = True,
+) -> _Function:
+    """Returns `function`, or one that runs it on each device's part of a vocabulary.
+
+    Every device has all requests.
+
+    Args:
+      function: of a pytree of arrays.
+      split: of the vocabulary, or None.
+      over_vocabulary: as in `map_parts`; the first one is not None.
+      check_vma: as in `jax.shard_map`.
+    """
+    leader = over_vocabulary[0]
+    if split is None or split.mesh is None or leader is None:
+        return function
+    split = dataclasses.replace(split, requests=None)
+    return map_parts(function, leader, split, over_vocabulary, check_vma=check_vma)
 
 
 def _holds(arrays: _Arrays, x: jax.Array) -> bool:

@@ -1,6 +1,7 @@
 """A vocabulary that lies over a mesh axis: its true size, and the checks of calls that have one."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -8,12 +9,15 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
 from specjax.core.noise import SAMPLING_BLOCK
+from specjax.implementation import Implementation
 from specjax.types import Draft, RaggedDraft
 
 __all__ = [
     "VocabularySplit",
     "axis_of",
+    "keep_split",
     "parse_split",
+    "plain_if_split",
     "why_no_kernels",
 ]
 
@@ -48,6 +52,32 @@ class VocabularySplit:
 def axis_of(split: VocabularySplit | None) -> str | None:
     """Returns the mesh axis over which rows of logits lie, or None."""
     return None if split is None else split.axis_name
+
+
+def keep_split(
+    split: VocabularySplit | None, width: int, why_whole: Callable[[int], str | None]
+) -> VocabularySplit | None:
+    """Returns the split of rows of logits, None where a call reads whole rows.
+
+    Args:
+      split: of the logits, or None.
+      width: of the logits.
+      why_whole: says of the tokens on each device what asks for whole rows, or None.
+
+    Raises:
+      ValueError: inside `shard_map` for parts that are to be whole.
+    """
+    if split is None:
+        return None
+    reason = why_whole(width // (1 if split.mesh is None else split.mesh.shape[split.axis_name]))
+    if reason is not None and split.mesh is None:
+        raise ValueError(reason)
+    return split if reason is None else None
+
+
+def plain_if_split(implementation: Implementation, split: VocabularySplit | None) -> Implementation:
+    """Returns the implementation of a call that has no kernels for parts of rows."""
+    return implementation if split is None else Implementation("xla")
 
 
 def why_no_kernels(

@@ -13,7 +13,7 @@ from specjax.core.truncation import Filters
 from specjax.devices.map_parts import map_parts
 from specjax.devices.placement import pvary_like
 from specjax.devices.rows import logit_rows
-from specjax.devices.vocabulary_split import VocabularySplit, axis_of, parse_split
+from specjax.devices.vocabulary_split import VocabularySplit, axis_of, parse_split, plain_if_split
 from specjax.implementation import Implementation, choose_implementation, resolve_implementation
 from specjax.processing.cutoff_xla import cutoff_of_rows
 
@@ -153,7 +153,7 @@ def cutoff_shard(
     filters = jax.tree.map(lambda x: x.reshape(-1), filters)
     rows = logits.reshape(-1, logits.shape[-1])
     search: Callable[..., jax.Array] = functools.partial(cutoff_of_rows, split=split)
-    if split is None and implementation.name != "xla":  # Kernels read whole rows.
+    if plain_if_split(implementation, split).name != "xla":
         from specjax.pallas.cutoff.rows import cutoff_rows
 
         kernels = functools.partial(cutoff_rows, implementation=implementation)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax.checks import as_array, check_shape, check_type, parse_array
-from specjax.devices.vocabulary_split import VocabularySplit
+from specjax.devices.vocabulary_split import VocabularySplit, keep_split
 from specjax.processing.grammar import start_states
 from specjax.processing.history import History
 from specjax.processing.sampling_params import FIELDS, SamplingParams, mask_width
@@ -48,21 +48,19 @@ def check_rules_split(
       ValueError: with `axis_name` for a grammar, and for a mask in words one of which would lie on
         two devices.
     """
-    if split is None:
-        return None
-    if split.mesh is not None:
-        width //= split.mesh.shape[split.axis_name]
-    has_words = rules.allowed is not None and rules.allowed.dtype != jnp.bool_
-    if rules.grammar is None and not (has_words and width % _BITS_PER_WORD):
-        return split
-    if split.mesh is not None:
-        return None
-    if rules.grammar is not None:
-        raise ValueError("grammar is given with axis_name; grammars read whole rows of logits.")
-    raise ValueError(
-        f"allowed is in words of {_BITS_PER_WORD} tokens and each device has {width} tokens; "
-        f"with axis_name that needs a multiple of {_BITS_PER_WORD}, or a mask of bool."
-    )
+
+    def why_whole(width: int) -> str | None:
+        allowed = rules.allowed
+        if rules.grammar is not None:
+            return "grammar is given with axis_name; grammars read whole rows of logits."
+        if allowed is None or allowed.dtype == jnp.bool_ or not width % _BITS_PER_WORD:
+            return None
+        return (
+            f"allowed is in words of {_BITS_PER_WORD} tokens and each device has {width} tokens; "
+            f"with axis_name that needs a multiple of {_BITS_PER_WORD}, or a mask of bool."
+        )
+
+    return keep_split(split, width, why_whole)
 
 
 def check_history(

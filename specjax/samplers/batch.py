@@ -13,7 +13,7 @@ from specjax.call_options import CallOptions
 from specjax.core.noise import fold_in_rows
 from specjax.core.rule import BLOCK, COUPLED
 from specjax.core.token_map import invert_token_map
-from specjax.devices.map_parts import map_parts
+from specjax.devices.map_parts import map_vocabulary
 from specjax.devices.placement import Placement, pvary_like
 from specjax.devices.rows import logit_rows
 from specjax.devices.vocabulary_split import VocabularySplit, why_no_kernels
@@ -160,12 +160,9 @@ def verify_ragged(inputs: VerifyInputs, *, options: CallOptions) -> Verification
       `Verification`.
     """
     run = functools.partial(verify_shard, options=options)
-    if options.split is None or options.split.mesh is None:
-        return run(inputs)
-    split = dataclasses.replace(options.split, requests=None)
     rows = (inputs.target_logits, inputs.draft.logits)
     check_vma = not options.implementation.interpret
-    return map_parts(run, rows[0], split, rows, check_vma=check_vma)(inputs)
+    return map_vocabulary(run, options.split, rows, check_vma=check_vma)(inputs)
 
 
 def kernels_available(options: CallOptions, width: int, missing: str | None = None) -> bool:
