@@ -22,6 +22,7 @@ __all__ = [
     "check_logits",
     "check_model_logits",
     "check_noise_dtype",
+    "check_num_listed",
     "check_ragged_draft",
     "check_shape",
     "check_type",
@@ -29,6 +30,7 @@ __all__ = [
     "parse_ids",
     "parse_optional",
     "parse_rates",
+    "parse_rows",
 ]
 
 _MOST = 2**31 - 1
@@ -142,6 +144,23 @@ def check_logits(name: str, logits: Any, form: str, leading: int | None = None) 
         )
     if logits.shape[-1] == 0:
         raise ValueError(f"{name} has an empty vocabulary axis: shape {logits.shape}.")
+
+
+def parse_rows(logits: Any) -> Any:
+    """Returns logits [..., V] of any number of axes as an array, or refuses them."""
+    logits = as_array("logits", logits)
+    if logits.ndim == 0:
+        raise ValueError("logits has shape (); it needs [..., V], the vocabulary last.")
+    check_logits("logits", logits, ", ".join("V" * logits.ndim))
+    return logits
+
+
+def check_num_listed(name: str, num: int, vocab_size: int) -> None:
+    """Refuses to list more tokens than the vocabulary has."""
+    if num > vocab_size:
+        raise ValueError(
+            f"{name} is {num} for a vocabulary of {vocab_size}; it needs at most that."
+        )
 
 
 def check_applied(

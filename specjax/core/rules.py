@@ -43,25 +43,14 @@ __all__ = [
 ]
 
 
-def _log_difference(lp: jax.Array, lq: jax.Array) -> jax.Array:
+def _log_residual(lp: jax.Array, lq: jax.Array, row: RowValues) -> jax.Array:
     """Returns log max(p - q, 0)."""
     return jnp.log(jnp.maximum(jnp.exp(lp) - jnp.exp(lq), 0))
 
 
-@dataclasses.dataclass(frozen=True)
-class _Residual:
-    """log max(p - q, 0)."""
-
-    def __call__(self, lp: Any, lq: Any, row: RowValues) -> Any:
-        return _log_difference(lp, lq)
-
-
-@dataclasses.dataclass(frozen=True)
-class _TargetRow:
-    """log p: the token in place of a rejected one follows the target row."""
-
-    def __call__(self, lp: Any, lq: Any, row: RowValues) -> Any:
-        return lp
+def _log_target(lp: jax.Array, lq: jax.Array, row: RowValues) -> jax.Array:
+    """Returns log p: the token in place of a rejected one follows the target row."""
+    return lp
 
 
 @dataclasses.dataclass(frozen=True)
@@ -255,7 +244,7 @@ def lenience(factor: float) -> StaticRule:
       Leviathan et al., 2023, arXiv:2211.17192, appendix A.5.
     """
     fraction = _fraction("factor", factor)
-    return STANDARD if fraction == 1 else Rule(_Ratio(fraction), _Residual())
+    return STANDARD if fraction == 1 else Rule(_Ratio(fraction), _log_residual)
 
 
 def typical_acceptance(epsilon: float, delta: float) -> Rule:
@@ -279,7 +268,7 @@ def typical_acceptance(epsilon: float, delta: float) -> Rule:
       Cai et al., 2024, arXiv:2401.10774.
     """
     accept = _Typical(_fraction("epsilon", epsilon), _fraction("delta", delta))
-    return Rule(accept, _TargetRow(), ("entropy",))
+    return Rule(accept, _log_target, ("entropy",))
 
 
 def relaxed(top_n: int, delta: float) -> Rule:
@@ -304,7 +293,7 @@ def relaxed(top_n: int, delta: float) -> Rule:
     """
     if isinstance(top_n, bool) or not isinstance(top_n, int) or top_n < 1:
         raise ValueError(f"top_n is {top_n!r}; it needs a Python int >= 1, the tokens to accept.")
-    return Rule(_Relaxed(top_n, _fraction("delta", delta)), _TargetRow(), ("max_logprob", "rank"))
+    return Rule(_Relaxed(top_n, _fraction("delta", delta)), _log_target, ("max_logprob", "rank"))
 
 
 def ensemble(weight: float) -> StaticRule:
@@ -324,7 +313,7 @@ def ensemble(weight: float) -> StaticRule:
       rules.standard()
     """
     fraction = _fraction("weight", weight)
-    return STANDARD if fraction == 1 else Rule(_Mixture(fraction), _Residual())
+    return STANDARD if fraction == 1 else Rule(_Mixture(fraction), _log_residual)
 
 
 def _fraction(name: str, value: float) -> float:

@@ -4,12 +4,12 @@ A temperature is data. It is applied once, inside the passes that reduce a row. 
 divided by it.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-__all__ = ["MIN_TEMPERATURE", "Temperature", "parse_temperature"]
+__all__ = ["MIN_TEMPERATURE", "Temperature", "parse_temperature", "spread_over_rows"]
 
 # Below this a request is greedy, as in vLLM.
 MIN_TEMPERATURE = 1e-5
@@ -27,6 +27,12 @@ class Temperature(NamedTuple):
     scale: jax.Array
     greedy: jax.Array
     valid: jax.Array
+
+
+def spread_over_rows(value: Any, leading: tuple[int, ...]) -> jax.Array:
+    """Returns a parameter of the first axes of rows, or of none, for each of the rows [leading]."""
+    value = value.reshape((*value.shape, *(1,) * (len(leading) - value.ndim)))
+    return jnp.broadcast_to(value, leading)
 
 
 def parse_temperature(temperature: jax.Array) -> Temperature:

@@ -23,7 +23,6 @@ __all__ = [
     "Filters",
     "RowBounds",
     "RowQueries",
-    "bisecting_queries",
     "extremes_blocks",
     "mass_above",
     "mass_bound",
@@ -197,39 +196,18 @@ class RowQueries(NamedTuple):
     """Queries that `search_cutoff` makes of the logits of rows [...].
 
     Attributes:
-      search_count: closes a `Bracket` on the threshold at which the count reaches f32[...].
-      search_mass: closes a `Bracket` on the threshold at which the mass reaches f32[...].
-      mass_above: the mass f32[...] of the logits at or above f32[...].
-      min_kept: the smallest at or above f32[...] that min-p keeps, too; +inf for none.
-    """
-
-    search_count: Callable[[Bracket, jax.Array], Bracket]
-    search_mass: Callable[[Bracket, jax.Array], Bracket]
-    mass_above: Callable[[jax.Array], jax.Array]
-    min_kept: Callable[[jax.Array], jax.Array]
-
-
-def bisecting_queries(
-    count_above: Callable[[jax.Array], jax.Array],
-    mass_above: Callable[[jax.Array], jax.Array],
-    extremes_inside: Callable[[Bracket], Extremes],
-    min_kept: Callable[[jax.Array], jax.Array],
-    halvings: int = HALVINGS,
-) -> RowQueries:
-    """Returns the queries that `bisection.search` answers.
-
-    Args:
       count_above: how many logits lie at or above f32[...], as f32[...].
       mass_above: their mass f32[...].
       extremes_inside: the `Extremes` of a `Bracket`.
-      min_kept: as in `RowQueries`.
+      min_kept: the smallest at or above f32[...] that min-p keeps, too; +inf for none.
       halvings: of a bracket between two clamps to the logits inside it.
     """
 
-    def searching(above: Callable[[jax.Array], jax.Array]) -> Callable[..., Bracket]:
-        return lambda bracket, target: search(bracket, target, above, extremes_inside, halvings)
-
-    return RowQueries(searching(count_above), searching(mass_above), mass_above, min_kept)
+    count_above: Callable[[jax.Array], jax.Array]
+    mass_above: Callable[[jax.Array], jax.Array]
+    extremes_inside: Callable[[Bracket], Extremes]
+    min_kept: Callable[[jax.Array], jax.Array]
+    halvings: int = HALVINGS
 
 
 class RowBounds(NamedTuple):
@@ -253,16 +231,19 @@ class RowBounds(NamedTuple):
 def search_cutoff(queries: RowQueries, filters: Filters, rows: RowBounds) -> jax.Array:
     """Returns the smallest logits f32[...] that all filters keep."""
     low, mass = rows.low, rows.mass
+    inside = (queries.extremes_inside, queries.halvings)
     if rows.cuts_k is not None and filters.top_k is not None:
         bracket = initial_bracket(low, rows.anchor, rows.cuts_k)
-        low = key_value(queries.search_count(bracket, filters.top_k.astype(jnp.float32)).low)
+        target = filters.top_k.astype(jnp.float32)
+        low = key_value(search(bracket, target, queries.count_above, *inside).low)
         # Ties with the threshold are kept, and count in the mass.
         low = smallest_equal(low)
         if rows.cuts_p is not None:
             mass = jnp.where(rows.cuts_k, queries.mass_above(low), mass)
     if rows.cuts_p is not None and filters.top_p is not None:
         bracket = initial_bracket(low, rows.anchor, rows.cuts_p)
-        low = key_value(queries.search_mass(bracket, required_mass(filters.top_p, mass)).low)
+        target = required_mass(filters.top_p, mass)
+        low = key_value(search(bracket, target, queries.mass_above, *inside).low)
     return queries.min_kept(jnp.maximum(low, jnp.float32(jnp.finfo(jnp.float32).min)))
 
 

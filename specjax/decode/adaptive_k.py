@@ -1,10 +1,10 @@
 """The number of tokens that a step drafts: K, or a k chosen by acceptance in past steps.
 
-A step asks `DecodeState.k_policy`, and need not know which kind that is:
+A step asks `DecodeState.k_policy`, a `KPolicy`, and need not know how k is chosen:
 
-    FixedK     K tokens
-    AdaptiveK  each request has its own k
-    SharedK    all requests have one k, in an engine with `k_by_load`
+    without a table       K tokens
+    a table i32[65]       each request has its own k
+    a table f32[65, K+1]  all requests have one k, in an engine with `k_by_load`
 
 Counts of past steps, `DraftHistory`, give a request's acceptance rate. A table, made once by
 `k_by_rate`, gives k at each rate:
@@ -51,15 +51,12 @@ from specjax.devices.placement import pvary_like
 from specjax.types import Draft
 
 __all__ = [
-    "AdaptiveK",
     "DraftHistory",
-    "FixedK",
-    "SharedK",
+    "KPolicy",
     "cond_in_place",
     "constant_k",
     "init_history",
     "k_by_rate",
-    "k_policy",
     "throughput_by_rate",
 ]
 
@@ -76,7 +73,7 @@ _PRIOR_ACCEPTED = 2540
 _USUAL_RATE = 0.55
 
 
-# The functions that `AdaptiveK.draft` is given; both take and return the drafter's state.
+# The functions that `KPolicy.draft` is given; both take and return the drafter's state.
 _Propose = Callable[[Any, jax.Array], tuple[Draft, Any]]
 _Read = Callable[[Any, jax.Array], Any]
 
@@ -108,58 +105,21 @@ def init_history(table: Any, lengths: jax.Array) -> DraftHistory | None:
     return DraftHistory(zeros, zeros, lengths - 1)
 
 
-class FixedK:
-    """Every request drafts K tokens. `AdaptiveK` explains the methods and their arguments."""
+class KPolicy(NamedTuple):
+    """Says how many tokens each request drafts: K, or as many as are best at its acceptance rate.
 
-    is_adaptive = False
-
-    def budget(self, num_tokens: jax.Array, is_active: jax.Array) -> jax.Array:
-        """Returns `num_tokens`, as many as each text has room for."""
-        return num_tokens
-
-    def draft_sizes(self, k: int, buckets: tuple[int, ...]) -> list[int]:
-        """Returns [K]: a step has a program for it alone."""
-        return [k]
-
-    def run_if_any(
-        self, num_tokens: jax.Array, function: Callable[[Any], Any], operand: Any
-    ) -> Any:
-        """Returns `function(operand)`."""
-        return function(operand)
-
-    def draft(
-        self, propose: _Propose, read: _Read, state: Any, num_tokens: jax.Array, lengths: jax.Array
-    ) -> tuple[Draft, Any, DraftHistory | None]:
-        """Returns `propose(state, num_tokens)`, and no history."""
-        return *propose(state, num_tokens), None
-
-    def update(
-        self, num_drafted: jax.Array, num_accepted: jax.Array, lengths: jax.Array
-    ) -> DraftHistory | None:
-        """Returns no history."""
-        return None
-
-    def num_read(self, lengths: jax.Array) -> jax.Array:
-        """Returns how many committed tokens a draft model has read for sure, i32[B].
-
-        It may not have read the last, one that it drafted last, and one of a last step that had no
-        room for drafts.
-        """
-        return jnp.maximum(lengths - 3, 0)
-
-
-class AdaptiveK:
-    """Each request drafts as many tokens as are best at its own acceptance rate, or none.
-
-    Args:
-      table: i32[65], from `k_by_rate`.
-      history: of past steps.
+    Attributes:
+      table: `Settings.k_by_rate`; None if K is fixed.
+      history: of past steps; None if K is fixed.
     """
 
-    is_adaptive = True
+    table: jax.Array | None
+    history: DraftHistory | None
 
-    def __init__(self, table: jax.Array, history: DraftHistory) -> None:
-        self.table, self.history = table, history
+    @property
+    def is_adaptive(self) -> bool:
+        """Whether requests choose among numbers of tokens."""
+        return self.history is not None
 
     def budget(self, num_tokens: jax.Array, is_active: jax.Array) -> jax.Array:
         """Returns how many tokens each request drafts next, i32[B].
@@ -168,36 +128,46 @@ class AdaptiveK:
           num_tokens: i32[B], how many tokens each text has room for.
           is_active: bool[B], requests that go on.
         """
-        return jnp.minimum(num_tokens, self._best_k(is_active))
-
-    def _best_k(self, is_active: jax.Array) -> jax.Array:
-        return jnp.take(self.table, _rate_index(self.history))
+        if self.history is None or self.table is None:
+            return num_tokens
+        rates = _rate_index(self.history)
+        if self.table.ndim == 1:
+            return jnp.minimum(num_tokens, jnp.take(self.table, rates))
+        each = jnp.take(self.table, rates, axis=0)
+        total = jnp.sum(jnp.where(is_active[:, None], each, 0.0), axis=0)
+        return jnp.minimum(num_tokens, jnp.argmax(total).astype(jnp.int32))
 
     def draft_sizes(self, k: int, buckets: tuple[int, ...]) -> list[int]:
         """Returns the numbers of drafted tokens for which a step has a program, in rising order.
 
         Args:
-          k: K.
+          k: K, the one number if it is fixed.
           buckets: numbers besides 0 and K. Each is one more copy of the target's layers.
         """
+        if self.history is None:
+            return [k]
         return sorted({0, k, *(number for number in buckets if 0 < number < k)})
 
     def run_if_any(
         self, num_tokens: jax.Array, function: Callable[[Any], Any], operand: Any
     ) -> Any:
-        """Returns `function(operand)` if a request drafts, else the operand.
+        """Returns `function(operand)` if a request drafts or K is fixed, else the operand.
 
         Args:
           num_tokens: i32[B], how many tokens each request drafts.
           function: takes and returns a pytree of one structure.
           operand: this pytree.
         """
+        if self.history is None:
+            return function(operand)
         return cond_in_place(jnp.any(num_tokens > 0), function, operand)
 
     def draft(
         self, propose: _Propose, read: _Read, state: Any, num_tokens: jax.Array, lengths: jax.Array
     ) -> tuple[Draft, Any, DraftHistory | None]:
         """Returns the draft of requests that draft; these first read the tokens that they missed.
+
+        If K is fixed, every request drafts in every step and has missed none.
 
         Args:
           propose: `(state, num_tokens) -> (draft, state)`; `num_tokens` is -1 for a request that
@@ -211,7 +181,9 @@ class AdaptiveK:
         Returns:
           The draft, the drafter's state and the history.
         """
-        is_drafting, history = num_tokens > 0, self.history
+        if (history := self.history) is None:
+            return *propose(state, num_tokens), None
+        is_drafting = num_tokens > 0
         # Every proposal reads the last two tokens itself.
         has_missed = is_drafting & (lengths - 1 - history.num_read > 1)
         state = read(state, jnp.where(has_missed, history.num_read, lengths - 1))
@@ -228,7 +200,7 @@ class AdaptiveK:
     def update(
         self, num_drafted: jax.Array, num_accepted: jax.Array, lengths: jax.Array
     ) -> DraftHistory | None:
-        """Returns the history with one step added.
+        """Returns the history with one step added; None if K is fixed.
 
         Args:
           num_drafted: i32[B], -1 for an inactive request.
@@ -236,7 +208,8 @@ class AdaptiveK:
           lengths: i32[B], committed tokens after the step. The drafter has not read the last of
             them, which is no drafted token.
         """
-        history = self.history
+        if (history := self.history) is None:
+            return None
         num_tested = num_accepted + (num_accepted < num_drafted).astype(jnp.int32)
         return DraftHistory(
             _decay(history.num_tested) + _TOKEN * num_tested,
@@ -245,34 +218,12 @@ class AdaptiveK:
         )
 
     def num_read(self, lengths: jax.Array) -> jax.Array:
-        """Returns how many committed tokens a draft model has read, i32[B]."""
-        return self.history.num_read
+        """Returns how many committed tokens a draft model has read, i32[B]; fewer if K is fixed.
 
-
-class SharedK(AdaptiveK):
-    """All requests draft the k that gives the active ones together the most tokens per cost.
-
-    Args:
-      table: f32[65, K + 1], from `throughput_by_rate`.
-      history: of past steps.
-    """
-
-    def _best_k(self, is_active: jax.Array) -> jax.Array:
-        each = jnp.take(self.table, _rate_index(self.history), axis=0)
-        total = jnp.sum(jnp.where(is_active[:, None], each, 0.0), axis=0)
-        return jnp.argmax(total).astype(jnp.int32)
-
-
-def k_policy(table: Any, history: DraftHistory | None) -> FixedK | AdaptiveK:
-    """Returns the policy of a state.
-
-    Args:
-      table: `Settings.k_by_rate`.
-      history: `DecodeState.draft_history`.
-    """
-    if table is None or history is None:
-        return FixedK()
-    return (AdaptiveK if table.ndim == 1 else SharedK)(table, history)
+        Then it may not have read the last, one that it drafted last, and one of a last step that
+        had no room for drafts.
+        """
+        return jnp.maximum(lengths - 3, 0) if self.history is None else self.history.num_read
 
 
 def cond_in_place(predicate: jax.Array, function: Callable[[Any], Any], operand: Any) -> Any:

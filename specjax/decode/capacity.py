@@ -6,7 +6,6 @@ compile for every width. `unpad` removes the padding.
 """
 
 import contextlib
-import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -26,6 +25,7 @@ __all__ = [
     "choose_max_length",
     "explain_out_of_memory",
     "format_bytes",
+    "num_bytes",
     "pad_batch_to_mesh",
     "pad_eos",
     "pad_prompt",
@@ -204,22 +204,19 @@ def explain_out_of_memory(models: Any, batch_size: int, max_length: int) -> Iter
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        target, drafter = models
-        sizes = [f"The target's cache takes {_size_of(target.init_cache, batch_size, max_length)}"]
-        if drafter is not None:
-            init = functools.partial(drafter.init, drafter.params)
-            sizes.append(f"the drafter's state {_size_of(init, batch_size, max_length)}")
+        cache, state = jax.eval_shape(lambda: models.init_caches(batch_size, max_length))
+        sizes = [f"The target's cache takes {format_bytes(num_bytes(cache))}"]
+        if models.drafter is not None:
+            sizes.append(f"the drafter's state {format_bytes(num_bytes(state))}")
         raise MemoryError(
             f"The device is out of memory. {' and '.join(sizes)} for batch_size {batch_size} and "
             f"max_length {max_length}; a smaller one of either takes less."
         ) from error
 
 
-def _size_of(init: Any, batch_size: int, max_length: int) -> str:
-    """Returns the size of the arrays that `init` would make for a batch."""
-    tree = jax.eval_shape(lambda: init(batch_size, max_length))
-    size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
-    return format_bytes(size)
+def num_bytes(tree: Any) -> int:
+    """Returns the bytes of a pytree of arrays, or of their shapes."""
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
 def format_bytes(size: int) -> str:

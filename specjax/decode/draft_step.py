@@ -3,14 +3,14 @@
     draft_next -> draft_budget: how many tokens each request may draft
                -> run_draft -> propose_draft: the drafter's own `propose`, and a check
 
-`state.k_policy` is `FixedK`, which lets everything through, or `AdaptiveK`:
+`state.k_policy` is a `KPolicy`, which lets everything through if K is fixed:
 
     budget        caps how many tokens each request may draft
     run_if_any    runs the drafter only if a request may draft
     draft         lets the drafter read the committed tokens that it missed, then propose
 
 A `history` is a `History`, the committed tokens. A `draft_history` is a `DraftHistory`, the counts
-of past drafts by which `AdaptiveK` decides.
+of past drafts by which `KPolicy` decides.
 
 `step` calls `draft_next` and `discard_incompatible_draft`. `prefill` asks `propose_draft` for the
 shapes of a draft. `cli.stream_programs` calls `draft_budget` and `run_draft` in programs of its

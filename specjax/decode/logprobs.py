@@ -12,11 +12,11 @@ import jax
 import jax.export
 import jax.numpy as jnp
 
-from specjax.checks import as_array, check_count, check_logits, parse_array
+from specjax.checks import check_count, check_num_listed, parse_array, parse_optional, parse_rows
 from specjax.core.gumbel_max import token_logprobs
 from specjax.core.logsumexp import LogNormalizer, mask_below_cutoff, row_statistics_once
 from specjax.core.subnormal import largest_equal
-from specjax.core.temperature import parse_temperature
+from specjax.core.temperature import parse_temperature, spread_over_rows
 from specjax.devices.map_groups import map_groups
 from specjax.devices.map_parts import map_parts
 from specjax.devices.rows import logit_rows
@@ -26,7 +26,6 @@ __all__ = [
     "LogprobsConfig",
     "TopLogprobs",
     "check_logprobs_config",
-    "check_num_listed",
     "empty_logprobs",
     "list_top_logprobs",
     "top_logprobs",
@@ -74,14 +73,6 @@ def check_logprobs_config(num: Any, mode: Any) -> LogprobsConfig | None:
     return LogprobsConfig(check_count("num_logprobs", num, 0, why), mode)
 
 
-def check_num_listed(name: str, num: int, vocab_size: int) -> None:
-    """Refuses to list more tokens than the vocabulary has."""
-    if num > vocab_size:
-        raise ValueError(
-            f"{name} is {num} for a vocabulary of {vocab_size}; it needs at most that."
-        )
-
-
 def top_logprobs(
     logits: jax.Array,
     token_ids: jax.Array,
@@ -125,18 +116,14 @@ def top_logprobs(
       >>> top.token_ids.tolist(), jnp.exp(top.logprobs).tolist(), top.rank.tolist()
       ([[2, 1]], [[0.5, 0.25]], [3])
     """
-    logits = as_array("logits", logits)
+    logits = parse_rows(logits)
     n = check_count("n", n, 0, "the number of tokens listed")
-    if logits.ndim == 0:
-        raise ValueError("logits has shape (); it needs [..., V].")
-    check_logits("logits", logits, ",".join(["..."] * logits.ndim))
     split = parse_split(axis_name, vocab_size, logits)
     leading = logits.shape[:-1]
     check_num_listed("n", n, logit_rows(logits, split).vocab_size)
     token_ids = parse_array("token_ids", token_ids, jnp.int32, leading)
     temperature = parse_array("temperature", temperature, jnp.float32, (), leading, leading[:1])
-    if cutoff is not None:
-        cutoff = parse_array("cutoff", cutoff, jnp.float32, leading)
+    cutoff = parse_optional("cutoff", cutoff, jnp.float32, leading)
     return list_top_logprobs(logits, token_ids, temperature, cutoff, n=n, split=split)
 
 
@@ -155,10 +142,7 @@ def list_top_logprobs(
 
     With `row_invariant`, of logits [B, T, V] of one device, a row's bits depend on no other row.
     """
-    leading = logits.shape[:-1]
-    trailing_ones = (1,) * (len(leading) - temperature.ndim)
-    temperature = jnp.asarray(temperature).reshape(*temperature.shape, *trailing_ones)
-    batch = (logits, token_ids, jnp.broadcast_to(temperature, leading), cutoff)
+    batch = (logits, token_ids, spread_over_rows(temperature, logits.shape[:-1]), cutoff)
     run = functools.partial(_top_logprobs, n=n, split=split)
     if row_invariant:
         # The cutoff is the last of them, and may be None.

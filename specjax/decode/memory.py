@@ -8,14 +8,14 @@ is refused; one that fits may still run out of memory, and `capacity.explain_out
 
 import functools
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
 
 from specjax.checks import check_count
 from specjax.config import SpeculativeConfig
-from specjax.decode.capacity import format_bytes
+from specjax.decode.capacity import format_bytes, num_bytes
 from specjax.decode.drafters import Drafter, Models
 from specjax.decode.kinds import Kinds, kind_of_model
 from specjax.decode.options import LoopOptions, StaticOptions, check_capacity
@@ -122,15 +122,10 @@ def needs_of_state(
     hidden, features, _ = apply_model.eval_shape(*operands)
     logits = jax.eval_shape(target.logits, target.params, hidden)
     # Where the hidden states are the logits, they are no second array, and prompts make none.
-    states = _num_bytes(features if hidden.shape == logits.shape else (hidden, features))
-    step_bytes = states + _num_bytes(logits)
+    states = num_bytes(features if hidden.shape == logits.shape else (hidden, features))
+    step_bytes = states + num_bytes(logits)
     chunk_bytes = (step_bytes if lists_chunks else states) // ids.size * chunk_tokens
-    return MemoryNeeds(_num_bytes(state) // size, step_bytes, chunk_bytes)
-
-
-def _num_bytes(tree: Any) -> int:
-    """Returns the bytes of a pytree of arrays, or of their shapes."""
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+    return MemoryNeeds(num_bytes(state) // size, step_bytes, chunk_bytes)
 
 
 def _needs_of_batch(models: Models, requests: RequestBatch, options: StaticOptions) -> MemoryNeeds:

@@ -13,6 +13,7 @@ __all__ = [
     "StaticOptions",
     "StepOptions",
     "check_capacity",
+    "choose_chunk_size",
     "default_chunk_size",
     "uses_kernels",
 ]
@@ -85,6 +86,18 @@ class LoopOptions:
     max_kept_tokens: int | None = None
     implementation: str | Implementation | None = None
     prompt_logprobs: bool = False
+
+
+def choose_chunk_size(options: LoopOptions, num_prompts: int) -> int:
+    """Returns the tokens of each of some prompts that the models read at once, as options say.
+
+    Raises:
+      ValueError: for a `prefill_chunk_size` that is no int >= 1.
+    """
+    if options.prefill_chunk_size is None:
+        return default_chunk_size(num_prompts)
+    why = "the tokens of a prompt that are read at once"
+    return check_count("prefill_chunk_size", options.prefill_chunk_size, 1, why)
 
 
 @dataclasses.dataclass(frozen=True)

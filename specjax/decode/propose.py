@@ -254,14 +254,12 @@ def _sample(
     arrays: SampleArrays, options: CallOptions, vocabulary: DraftVocabulary | None, coupled: bool
 ) -> Sample:
     """Returns a token drawn from the logits of each request, as an id of the target."""
-    if vocabulary is None:
-        return sample_batch(arrays, options=options)
-    if coupled:
+    if vocabulary is not None and coupled:
         # A draw agrees with the target's only if it takes the noise of the target's ids.
-        return sample_batch(
-            arrays._replace(logits=vocabulary.spread(arrays.logits)), options=options
-        )
+        arrays = arrays._replace(logits=vocabulary.spread(arrays.logits))
     sample = sample_batch(arrays, options=options)
+    if vocabulary is None or coupled:
+        return sample
     return sample._replace(token_ids=vocabulary.token_ids(sample.token_ids))
 
 

@@ -14,7 +14,6 @@ import numpy as np
 
 from specjax.checks import (
     as_array,
-    check_count,
     check_flag,
     check_keys,
     check_noise_dtype,
@@ -32,7 +31,7 @@ from specjax.decode.capacity import (
     parse_budget,
 )
 from specjax.decode.drafters import Drafter
-from specjax.decode.options import LoopOptions, StaticOptions, StepOptions, default_chunk_size
+from specjax.decode.options import LoopOptions, StaticOptions, StepOptions, choose_chunk_size
 from specjax.decode.state import RequestBatch, Settings
 from specjax.decode.target_step import vocabulary_size
 from specjax.decode.token_info import check_token_info
@@ -45,6 +44,7 @@ __all__ = [
     "check_arguments",
     "check_prompt_ids",
     "check_step_options",
+    "check_text_ids",
     "parse_prompts",
     "parse_texts",
 ]
@@ -104,10 +104,7 @@ def check_arguments(
         token_info=token_info,
         k_by_rate=None if drafter is None else k_by_rate(config.for_batch_size(size)),
     )
-    chunk_size = options.prefill_chunk_size
-    chunk_size = default_chunk_size(size) if chunk_size is None else chunk_size
-    why = "the tokens of a prompt that are read at once"
-    chunk_size = check_count("prefill_chunk_size", chunk_size, 1, why)
+    chunk_size = choose_chunk_size(options, size)
     requests = RequestBatch(pad_prompt(prompt, max_length), lengths, settings)
     lists_prompts = _check_prompt_logprobs(options)
     return requests, StaticOptions(step_options, chunk_size, prompt_logprobs=lists_prompts)
@@ -254,6 +251,15 @@ def check_prompt_ids(
         raise ValueError(
             f"prompts has {ids[row, column]} as token {column} of prompt {row}; it needs an id "
             f"in [0, {vocab_size}), the target's vocabulary."
+        )
+
+
+def check_text_ids(name: str, ids: np.ndarray, vocab_size: int) -> None:
+    """Refuses a text i32[L] with an id outside a model's vocabulary."""
+    for at in np.flatnonzero((ids < 0) | (ids >= vocab_size))[:1]:
+        raise ValueError(
+            f"{name} has {ids[at]} as token {at}; it needs an id in [0, {vocab_size}), the model's "
+            "vocabulary."
         )
 
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from specjax.checks import check_count, check_model_logits, check_type
 from specjax.decode.capacity import DEFAULT_CAPACITY
-from specjax.decode.request_batch import parse_texts
+from specjax.decode.request_batch import check_text_ids, parse_texts
 from specjax.decode.score import new_cache
 from specjax.decode.target_step import apply_model, vocabulary_size
 from specjax.types import Model
@@ -154,10 +154,10 @@ def check_row_invariance(
     reference = run(ids[None], np.array([[ids.size]]), 1, 0)
     groups, cases = {_digest(reference): 0}, []
     for batch_size in sizes["batch_sizes"]:
-        company = _company(ids, batch_size, int(reference[-1].shape[-1]))
         for chunk_size in sizes["chunk_sizes"]:
             for place in sorted({0, batch_size // 2, batch_size - 1}):
-                rows = run(*_seat(ids, *company, place), chunk_size, place)
+                texts = _fill_batch(ids, batch_size, reference[-1].shape[-1], place)
+                rows = run(*texts, chunk_size, place)
                 group = groups.setdefault(_digest(rows), len(groups))
                 differences = _compare(reference, rows, stages)
                 cases.append(RowCase(batch_size, chunk_size, place, group, *differences))
@@ -174,26 +174,17 @@ def _check_text(model: Model, text: Any) -> np.ndarray:
     (ids,) = parse_texts("text", [text])
     if limit is not None and ids.size > limit:
         raise ValueError(f"text has {ids.size} tokens, and the model takes {limit}.")
-    for at in np.flatnonzero((ids < 0) | (ids >= vocab_size))[:1]:
-        raise ValueError(
-            f"text has {ids[at]} as token {at}; it needs an id in [0, {vocab_size}), the model's "
-            "vocabulary."
-        )
+    check_text_ids("text", ids, vocab_size)
     return ids
 
 
-def _company(ids: np.ndarray, batch_size: int, vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns random texts i32[B, L], and their lengths i32[B, 1] in [1, L]."""
+def _fill_batch(
+    ids: np.ndarray, batch_size: int, vocab_size: int, place: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns texts i32[B, L], `ids` among random ones, and their lengths i32[B, 1] in [1, L]."""
     random = np.random.default_rng(_SEED + 1)
     texts = random.integers(0, vocab_size, (batch_size, ids.size)).astype(np.int32)
-    return texts, random.integers(1, ids.size + 1, (batch_size, 1))
-
-
-def _seat(
-    ids: np.ndarray, texts: np.ndarray, lengths: np.ndarray, place: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the texts with `ids` in one place."""
-    texts, lengths = texts.copy(), lengths.copy()
+    lengths = random.integers(1, ids.size + 1, (batch_size, 1))
     texts[place], lengths[place] = ids, ids.size
     return texts, lengths
 

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax.checks import check_count, check_model_logits, check_type
+from specjax.checks import check_count, check_model_logits, check_num_listed, check_type
 from specjax.decode.capacity import (
     DEFAULT_CAPACITY,
     explain_out_of_memory,
@@ -25,11 +25,10 @@ from specjax.decode.drafters import Models
 from specjax.decode.logprobs import (
     TopLogprobs,
     check_logprobs_config,
-    check_num_listed,
     list_top_logprobs,
 )
-from specjax.decode.options import LoopOptions, default_chunk_size
-from specjax.decode.request_batch import parse_texts
+from specjax.decode.options import LoopOptions, choose_chunk_size
+from specjax.decode.request_batch import check_text_ids, parse_texts
 from specjax.decode.target_step import apply_model, vocabulary_size
 from specjax.devices.placement import with_auto_axes
 from specjax.types import Model
@@ -145,10 +144,7 @@ def _check_sizes(
         batch_size = min(_BATCH_SIZE, num_texts)
     batch_size = check_count("batch_size", batch_size, 1, "the texts that are read together")
     batch_size = round_up_to_mesh(batch_size, model.placement)
-    chunk_size = options.prefill_chunk_size
-    chunk_size = default_chunk_size(batch_size) if chunk_size is None else chunk_size
-    why = "the tokens of a text that are read at once"
-    return batch_size, check_count("prefill_chunk_size", chunk_size, 1, why)
+    return batch_size, choose_chunk_size(options, batch_size)
 
 
 def _choose_capacity(longest: int, max_length: int | None, limit: int | None) -> int:
@@ -182,11 +178,7 @@ def _check_vocabulary(
     if num_logprobs is not None:
         check_num_listed("num_logprobs", num_logprobs, vocab_size)
     for i, row in enumerate(rows):
-        for at in np.flatnonzero((row < 0) | (row >= vocab_size))[:1]:
-            raise ValueError(
-                f"texts[{i}] has {row[at]} as token {at}; it needs an id in [0, {vocab_size}), the "
-                "model's vocabulary."
-            )
+        check_text_ids(f"texts[{i}]", row, vocab_size)
 
 
 def _read_batch(

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.export
 
-from specjax.decode.adaptive_k import AdaptiveK, DraftHistory, FixedK, k_policy
+from specjax.decode.adaptive_k import DraftHistory, KPolicy
 from specjax.decode.logprobs import TopLogprobs
 from specjax.decode.metrics import Metrics
 from specjax.decode.token_info import TokenInfo, TokenInfoConfig
@@ -115,9 +115,9 @@ class DecodeState(NamedTuple):
         return TokenInfo(*(getattr(self, name) for name in TokenInfo._fields))
 
     @property
-    def k_policy(self) -> FixedK | AdaptiveK:
+    def k_policy(self) -> KPolicy:
         """The policy that says how many tokens are drafted."""
-        return k_policy(self.settings.k_by_rate, self.draft_history)
+        return KPolicy(self.settings.k_by_rate, self.draft_history)
 
 
 class StepInfo(NamedTuple):

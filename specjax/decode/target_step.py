@@ -248,7 +248,7 @@ def run_smallest_k(
       state: before the step.
       function: `(k, operand) -> (operand, arrays)`, with arrays [B, k + 1, ...].
       operand: for instance a cache, which is updated in place.
-      buckets: k besides 0 and K, as in `AdaptiveK.draft_sizes`.
+      buckets: k besides 0 and K, as in `KPolicy.draft_sizes`.
 
     Returns:
       The operand, and the arrays padded to [B, K + 1, ...] with zeros.

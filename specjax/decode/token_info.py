@@ -15,12 +15,12 @@ import jax
 import jax.export
 import jax.numpy as jnp
 
+from specjax.checks import check_num_listed
 from specjax.config import SpeculativeConfig
 from specjax.decode.logprobs import (
     LogprobsConfig,
     TopLogprobs,
     check_logprobs_config,
-    check_num_listed,
     empty_logprobs,
     list_top_logprobs,
 )

@@ -15,7 +15,7 @@ from specjax.decode.adaptive_k import constant_k, k_by_rate, throughput_by_rate
 from specjax.decode.capacity import pad_eos
 from specjax.decode.drafters import Drafter, Models
 from specjax.decode.matchers import Matcher, new_masks
-from specjax.decode.options import LoopOptions, check_capacity, default_chunk_size
+from specjax.decode.options import LoopOptions, check_capacity, choose_chunk_size
 from specjax.decode.request_batch import RequestArguments, check_arguments
 from specjax.decode.state import Settings
 from specjax.decode.token_info import for_host
@@ -130,8 +130,7 @@ class Engine:
         arguments = RequestArguments(prompts, keys, max_new_tokens=1)
         requests, static = check_arguments(target, drafter, arguments, config, options)
         # Prompts are read one at a time, or by `PrefillBatch`: the default is that of one prompt.
-        is_default = options.prefill_chunk_size is None
-        chunk_size = default_chunk_size() if is_default else static.chunk_size
+        chunk_size = choose_chunk_size(options, 1)
         defaults = drop_batch_axis(sampling)
         num_rows = static.step.num_rows(drafter)
         # For adaptive K: a copy of the target's layers for half of K, besides those for 0 and K.
@@ -143,7 +142,7 @@ class Engine:
             chunk_size=min(chunk_size, max_length),
             options=step_options,
             step_sizes=step_sizes,
-            prompt_logprobs=static.prompt_logprobs,
+            num_listed=options.num_logprobs if options.prompt_logprobs else None,
         )
         self.num_slots, self.max_length = num_slots, max_length
         self.slot_bytes, vocab_size = programs.needs.slot_bytes, programs.vocab_size

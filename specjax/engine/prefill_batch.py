@@ -23,7 +23,7 @@ import numpy as np
 
 from specjax.decode.state import DecodeState
 from specjax.engine.programs import Programs, empty_chunk
-from specjax.engine.prompt_logprobs import PromptListing, run_chunk
+from specjax.engine.prompt_logprobs import run_chunk
 from specjax.engine.queue import PromptGroup, QueueEntry
 
 __all__ = ["PrefillBatch"]
@@ -89,9 +89,9 @@ class PrefillBatch:
         batch_entries = [self._entries[place] for place in range(num_prompts)]
         # Two of [1, piece_size] for each entry; together two of [N, piece_size].
         chunks = [entry.next_chunk(piece_size) for entry in batch_entries]
-        token_ids, positions = map(np.concatenate, zip(*chunks, strict=True))
+        chunk = tuple(map(np.concatenate, zip(*chunks, strict=True)))
         owners = [(entry.listing, slice(i, i + 1)) for i, entry in enumerate(batch_entries)]
-        self._run((token_ids, positions), owners)
+        self._caches = run_chunk(self._programs, self._caches, chunk, owners)
         # A last piece counts whole, as in `QueueEntry.num_read`.
         for entry in batch_entries:
             entry.num_read += piece_size
@@ -125,27 +125,21 @@ class PrefillBatch:
             # Entries after the last piece get a place, and no tokens yet.
             entry.place = np.int32(place)
             self._entries[place] = entry
-            chunk = entry.unread[: (num_pieces - start) * piece_size]
-            end = start + -(-chunk.size // piece_size)
-            token_ids[start:end].reshape(-1)[: chunk.size] = chunk
-            new_positions = entry.num_read + np.arange(chunk.size)
-            positions[start:end].reshape(-1)[: chunk.size] = new_positions
+            unread = entry.unread[: (num_pieces - start) * piece_size]
+            end = start + -(-unread.size // piece_size)
+            token_ids[start:end].reshape(-1)[: unread.size] = unread
+            new_positions = entry.num_read + np.arange(unread.size)
+            positions[start:end].reshape(-1)[: unread.size] = new_positions
             places[start:end] = place
             owners.append((entry.listing, slice(start, end)))
             start = end
-            sizes.append(chunk.size)
-        self._run((token_ids, positions, places), owners)
+            sizes.append(unread.size)
+        chunk = (token_ids, positions, places)
+        self._caches = run_chunk(self._programs, self._caches, chunk, owners)
         # Not earlier: a program that failed is called again with these tokens.
         for (_, entry), num_tokens in zip(matched, sizes, strict=True):
             entry.num_read += num_tokens
         return 1
-
-    def _run(
-        self, chunk: tuple[np.ndarray, ...], owners: list[tuple[PromptListing | None, slice]]
-    ) -> None:
-        """Reads a chunk of the batch; arguments as in `run_chunk`."""
-        read, list_chunk = self._programs.prefill_batch, self._programs.list_chunk
-        self._caches = run_chunk(read, list_chunk, self._caches, chunk, owners)
 
     def _match_places(self, entries: Sequence[QueueEntry]) -> list[tuple[int, PromptGroup]]:
         """Returns pairs of a place and an unread entry, in the order of the queue.

@@ -82,15 +82,15 @@ class Programs(NamedTuple):
       cache_lengths: the lengths that a prompt's caches grow through; the last is S. Growth saves
         time, because a chunk attends to the whole length.
       chunk_size: C, tokens of a prompt that are read at once.
-      prefill_chunk: `(caches, token_ids[1, C], positions[1, C]) -> caches`.
+      prefill_chunk: `(caches, token_ids[1, C], positions[1, C]) -> caches` of a prompt, or
+        `(batch_caches, token_ids[N, piece_size], positions) -> batch_caches`; for pieces
+        `(batch_caches, token_ids[P, piece_size], positions, places[P]) -> batch_caches`.
       list_chunk: `(caches, token_ids, positions, next_ids, *places) -> (caches, TopLogprobs)`, for
         chunks of a prompt and of a batch; None if no prompt is listed.
       new_target_caches: `(*, max_length) -> caches` without a drafter's state.
       batch: sizes of the batch of prompts, whose caches have the shortest length; None if each
         prompt is read by itself.
       put_caches: `(batch_caches, caches, place) -> batch_caches`, with one prompt in a place.
-      prefill_batch: `(batch_caches, token_ids[N, piece_size], positions) -> batch_caches`; for
-        pieces `(batch_caches, token_ids[P, piece_size], positions, places[P]) -> batch_caches`.
       take_caches: `(batch_caches, place) -> caches` of one prompt.
       admit: `(slots, caches, slot, prompt[1, S], request) -> slots`, with caches of any length. Or
         `(slots, batch_caches, slot, prompt[1, S], request, place) -> slots`.
@@ -114,7 +114,6 @@ class Programs(NamedTuple):
     new_target_caches: Callable[..., PromptCaches]
     batch: BatchShape | None
     put_caches: Callable[..., PromptCaches]
-    prefill_batch: Callable[..., PromptCaches]
     take_caches: Callable[..., PromptCaches]
     admit: Callable[..., DecodeState]
     step: Callable[..., tuple[DecodeState, StepOutput]]
@@ -159,12 +158,6 @@ class Programs(NamedTuple):
             num_prompts += self.prefill_depth - _PREFILL_AHEAD + 1
         return 2.5 + num_prompts * self.cache_lengths[0] / self.cache_lengths[-1]
 
-    def of_target(self) -> "Programs":
-        """Returns programs whose caches are the target's alone and have one length, S."""
-        return self._replace(
-            new_caches=self.new_target_caches, cache_lengths=self.cache_lengths[-1:]
-        )
-
 
 def make_programs(
     models: Models,
@@ -174,7 +167,7 @@ def make_programs(
     chunk_size: int,
     options: StepOptions,
     step_sizes: tuple[int, ...],
-    prompt_logprobs: bool = False,
+    num_listed: int | None = None,
 ) -> Programs:
     """Returns the programs of an engine; nothing is compiled yet.
 
@@ -185,7 +178,7 @@ def make_programs(
       chunk_size: C.
       options: as in `run_step`.
       step_sizes: from `read_sizes`.
-      prompt_logprobs: whether requests may list their prompts, by `settings.token_info`.
+      num_listed: likeliest tokens listed of each token of a prompt; None if no prompt is listed.
 
     Raises:
       ValueError: for a mesh with several processes or several devices for requests. Also for a
@@ -209,24 +202,23 @@ def make_programs(
     is_whole = bool(jax.tree.leaves(drafter_state)) and not reads_chunks(drafter_state)
     leaf_axes = tuple(jax.tree.leaves(axes_of_caches))
     new_caches = functools.partial(slots.new_caches, models)
-    prefill_chunk = functools.partial(slots.prefill_chunk, models)
     batch = _choose_pieces(models, num_slots, chunk_size)
     is_fixed = is_whole or batch is not None
     lengths = (max_length,) if is_fixed else cache_lengths(max_length, chunk_size)
     batch = batch or _choose_batch(new_caches, num_slots, lengths[0], chunk_size)
     batch_tokens = 0 if batch is None else batch.num_tokens
-    needs = needs_of_state(models, shapes, max(chunk_size, batch_tokens), prompt_logprobs)
+    needs = needs_of_state(models, shapes, max(chunk_size, batch_tokens), num_listed is not None)
+    list_chunk = functools.partial(slots.list_chunk, models, num_listed=num_listed)
     return Programs(
         new_caches=new_caches,
         grow_caches=functools.partial(slots.grow_caches, models),
         cache_lengths=lengths,
         chunk_size=chunk_size,
-        prefill_chunk=prefill_chunk,
-        list_chunk=_bind_listing(models, settings) if prompt_logprobs else None,
+        prefill_chunk=functools.partial(slots.prefill_chunk, models),
+        list_chunk=None if num_listed is None else list_chunk,
         new_target_caches=functools.partial(slots.new_caches, models._replace(drafter=None)),
         batch=batch,
         put_caches=functools.partial(slots.put, axes=leaf_axes),
-        prefill_batch=prefill_chunk,
         take_caches=functools.partial(slots.take, axes=leaf_axes),
         admit=functools.partial(
             slots.admit, models, axes=axes, cache_axes=leaf_axes, options=options
@@ -241,16 +233,6 @@ def make_programs(
         needs=needs._replace(slot_bytes=slots.slot_bytes(shapes, axes)),
         vocab_size=vocab_size,
     )
-
-
-def _bind_listing(
-    models: Models, settings: Settings
-) -> Callable[..., tuple[PromptCaches, TopLogprobs]]:
-    """Returns `Programs.list_chunk`."""
-    listed = settings.token_info
-    assert listed is not None
-    assert listed.logprobs is not None
-    return functools.partial(slots.list_chunk, models, num_listed=listed.logprobs.num)
 
 
 def _check_placement(target: Model) -> None:
@@ -448,7 +430,7 @@ def _read_batch(programs: Programs, caches: PromptCaches) -> PromptCaches:
     for _ in range(2):
         if not num_pieces:
             batch = programs.put_caches(batch, caches, first)
-        batch = _list_chunk(programs, programs.prefill_batch(batch, *chunk), chunk)
+        batch = _list_chunk(programs, programs.prefill_chunk(batch, *chunk), chunk)
     return batch
 
 

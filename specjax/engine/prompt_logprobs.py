@@ -6,30 +6,16 @@ A chunk of which no prompt is listed is read by a program without logits. The ar
 device until the request's first token is delivered: by then they are computed.
 """
 
-from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from collections.abc import Iterable
 
 import jax
 import numpy as np
 
 from specjax.decode.logprobs import TopLogprobs
+from specjax.engine.programs import Programs
 from specjax.engine.slots import PromptCaches
 
 __all__ = ["PromptListing", "run_chunk"]
-
-
-class _Listed(NamedTuple):
-    """A program's result for one chunk: which rows of it are of tokens of one prompt.
-
-    Attributes:
-      top: [R, C, ...] of R prompts or pieces, on the device.
-      rows: those of the prompt.
-      is_token: bool[rows, C], false for padding.
-    """
-
-    top: TopLogprobs
-    rows: slice
-    is_token: np.ndarray
 
 
 class PromptListing:
@@ -41,7 +27,8 @@ class PromptListing:
 
     def __init__(self, token_ids: np.ndarray) -> None:
         self._token_ids = token_ids
-        self._chunks: list[_Listed] = []
+        # Of each chunk [R, C, ...] on the device, the prompt's rows, and bool[rows, C]: no padding.
+        self._chunks: list[tuple[TopLogprobs, slice, np.ndarray]] = []
 
     def next_ids(self, positions: np.ndarray) -> np.ndarray:
         """Returns the token after each of some positions; -1 after a position of -1.
@@ -54,7 +41,7 @@ class PromptListing:
 
     def add(self, top: TopLogprobs, rows: slice, positions: np.ndarray) -> None:
         """Adds a chunk, of which `rows` are this prompt's next tokens."""
-        self._chunks.append(_Listed(top, rows, positions[rows] >= 0))
+        self._chunks.append((top, rows, positions[rows] >= 0))
 
     def by_token(self) -> list[TopLogprobs | None]:
         """Returns a `TopLogprobs` of NumPy arrays for each token; None for the first."""
@@ -66,8 +53,7 @@ class PromptListing:
 
 
 def run_chunk(
-    read: Callable[..., PromptCaches],
-    list_chunk: Callable[..., tuple[PromptCaches, TopLogprobs]] | None,
+    programs: Programs,
     caches: PromptCaches | None,
     chunk: tuple[np.ndarray, ...],
     owners: Iterable[tuple[PromptListing | None, slice]],
@@ -75,20 +61,19 @@ def run_chunk(
     """Returns caches after a chunk, and adds its log-probabilities to the prompts that list them.
 
     Args:
-      read: `Programs.prefill_chunk` or `Programs.prefill_batch`.
-      list_chunk: `Programs.list_chunk`; None if no prompt is listed.
-      caches: before the chunk.
+      programs: of the engine.
+      caches: before the chunk, of a prompt or of a batch.
       chunk: token ids and positions, i32[R, C] each, and for pieces their places.
       owners: the listing of each prompt in the chunk, or None, and the prompt's rows.
     """
     listings = [(listing, rows) for listing, rows in owners if listing is not None]
-    if list_chunk is None or not listings:
-        return read(caches, *chunk)
+    if programs.list_chunk is None or not listings:
+        return programs.prefill_chunk(caches, *chunk)
     token_ids, positions, *places = chunk
     next_ids = np.full_like(positions, -1)
     for listing, rows in listings:
         next_ids[rows] = listing.next_ids(positions[rows])
-    caches, top = list_chunk(caches, token_ids, positions, next_ids, *places)
+    caches, top = programs.list_chunk(caches, token_ids, positions, next_ids, *places)
     for listing, rows in listings:
         listing.add(top, rows, positions)
     return caches

@@ -101,8 +101,7 @@ class QueueEntry(abc.ABC):
         if not self.unread.size:
             return 0
         chunk, owners = self.next_chunk(programs.chunk_size), [(self.listing, slice(None))]
-        read, list_chunk = programs.prefill_chunk, programs.list_chunk
-        self.caches = run_chunk(read, list_chunk, self.caches, chunk, owners)
+        self.caches = run_chunk(programs, self.caches, chunk, owners)
         self.num_read += programs.chunk_size
         return 1
 
@@ -199,9 +198,11 @@ class ParkedRequest(QueueEntry):
             self._token_ids = token_ids[0, : int(lengths[0])]
         return self._token_ids
 
-    def read_chunk(self, programs: Programs) -> int:
-        """Reads the next chunk by the target alone; returns how many chunks: 1, or 0."""
-        return super().read_chunk(programs.of_target())
+    def _grow_caches(self, programs: Programs) -> None:
+        """Makes caches of the target alone, which have one length, S."""
+        if self.caches is None:
+            length = programs.cache_lengths[-1]
+            self.attach_caches(programs.new_target_caches(max_length=length), length)
 
     def admit(self, programs: Programs, slots: DecodeState, slot: int) -> DecodeState:
         """Returns the slots with the request in one of them."""

@@ -59,11 +59,7 @@ def apply_sampling(
     rules, filters = split_sampling(sampling)
     if _has_any(rules):
         logits = process_logits(
-            logits,
-            SamplingParams(**rules._asdict()),
-            history=history,
-            drafted_token_ids=drafted_token_ids,
-            first_row=first_row,
+            logits, rules, history=history, drafted_token_ids=drafted_token_ids, first_row=first_row
         )
     if not _has_any(filters):
         return logits, None

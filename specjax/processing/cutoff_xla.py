@@ -21,7 +21,7 @@ from specjax.core.truncation import (
     BOUND_SLACK,
     Filters,
     RowBounds,
-    bisecting_queries,
+    RowQueries,
     extremes_blocks,
     mass_above,
     mass_bound,
@@ -191,7 +191,7 @@ def _search_cutoff(
     cuts_k = None if filters.top_k is None else row.cuts_k
     cuts_p = None if filters.top_p is None else row.cuts_p
     bounds = RowBounds(row.anchor, row.mass, cuts_k, cuts_p, row.low)
-    queries = bisecting_queries(count, mass, extremes, smallest_kept)
+    queries = RowQueries(count, mass, extremes, smallest_kept)
     return search_cutoff(queries, filters, bounds)
 
 

@@ -24,9 +24,17 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 
-from specjax.checks import as_array, check_count, check_logits, check_shape, parse_array
+from specjax.checks import (
+    as_array,
+    check_count,
+    check_num_listed,
+    check_shape,
+    parse_array,
+    parse_optional,
+    parse_rows,
+)
 from specjax.core.logsumexp import mask_below_cutoff
-from specjax.core.temperature import parse_temperature
+from specjax.core.temperature import parse_temperature, spread_over_rows
 
 __all__ = [
     "KeptTokens",
@@ -98,10 +106,8 @@ class KeptTokens(NamedTuple):
 def check_max_kept(name: str, max_kept: Any, vocab_size: int | None = None) -> int:
     """Returns M, or refuses a value that is no integer from 1 to V."""
     count = check_count(name, max_kept, 1, "the ids listed of each set")
-    if vocab_size is not None and count > vocab_size:
-        raise ValueError(
-            f"{name} is {count} for a vocabulary of {vocab_size}; it needs at most that."
-        )
+    if vocab_size is not None:
+        check_num_listed(name, count, vocab_size)
     return count
 
 
@@ -142,15 +148,11 @@ def kept_tokens(
       >>> kept.num_kept.tolist(), kept.token_ids.tolist()
       ([3], [[1, 2, 3]])
     """
-    logits = as_array("logits", logits)
-    if logits.ndim == 0:
-        raise ValueError("logits has shape (); it needs [..., V].")
-    check_logits("logits", logits, ",".join(["..."] * logits.ndim))
+    logits = parse_rows(logits)
     leading = logits.shape[:-1]
     max_kept = check_max_kept("max_kept", max_kept, logits.shape[-1])
     temperature = parse_array("temperature", temperature, jnp.float32, (), leading, leading[:1])
-    if cutoff is not None:
-        cutoff = parse_array("cutoff", cutoff, jnp.float32, leading)
+    cutoff = parse_optional("cutoff", cutoff, jnp.float32, leading)
     return list_kept(logits, temperature, cutoff, max_kept=max_kept, with_mask=with_mask)
 
 
@@ -165,8 +167,7 @@ def list_kept(
 ) -> KeptTokens:
     """Implements `kept_tokens` for checked arrays."""
     leading, vocab_size = logits.shape[:-1], logits.shape[-1]
-    temperature = temperature.reshape(temperature.shape + (1,) * (len(leading) - temperature.ndim))
-    parsed = parse_temperature(jnp.broadcast_to(temperature, leading))
+    parsed = parse_temperature(spread_over_rows(temperature, leading))
     if cutoff is None:
         cutoff = jnp.full(leading, -jnp.inf, jnp.float32)
     largest = jnp.max(mask_below_cutoff(logits, cutoff[..., None]), axis=-1)
@@ -237,10 +238,7 @@ def kept_logprobs(
     References:
       Schulman et al., 2017, arXiv:1707.06347, for the ratio.
     """
-    logits = as_array("logits", logits)
-    if logits.ndim == 0:
-        raise ValueError("logits has shape (); it needs [..., V].")
-    check_logits("logits", logits, ",".join(["..."] * logits.ndim))
+    logits = parse_rows(logits)
     leading, vocab_size = logits.shape[:-1], logits.shape[-1]
     token_ids = parse_array("token_ids", token_ids, jnp.int32, leading)
     num_kept = parse_array("kept.num_kept", kept.num_kept, jnp.int32, leading)
@@ -251,8 +249,7 @@ def kept_logprobs(
         mask = as_array("kept.mask", mask)
         check_shape("kept.mask", mask, (*leading, -(-vocab_size // _BITS_PER_WORD)))
     temperature = parse_array("temperature", temperature, jnp.float32, (), leading, leading[:1])
-    temperature = temperature.reshape(temperature.shape + (1,) * (len(leading) - temperature.ndim))
-    scale = parse_temperature(jnp.broadcast_to(temperature, leading)).scale
+    scale = parse_temperature(spread_over_rows(temperature, leading)).scale
     scores = logits.astype(jnp.float32) * scale[..., None]
     return _normalize_over(scores, token_ids, KeptTokens(num_kept, ids, mask))
 

@@ -7,7 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from specjax.checks import as_array, check_logits, parse_array, parse_optional
+from specjax.checks import parse_array, parse_optional, parse_rows
+from specjax.core.temperature import spread_over_rows
 from specjax.core.truncation import Filters
 from specjax.devices.map_parts import map_parts
 from specjax.devices.placement import pvary_like
@@ -89,10 +90,7 @@ def logit_cutoff(
       Face's `transformers`.
     """
     implementation = resolve_implementation(implementation)
-    logits = as_array("logits", logits)
-    if logits.ndim == 0:
-        raise ValueError("logits has shape (); it needs [..., V], the vocabulary last.")
-    check_logits("logits", logits, ", ".join("V" * logits.ndim))
+    logits = parse_rows(logits)
     split = parse_split(axis_name, vocab_size, logits, implementation.name)
     num_tokens = logit_rows(logits, split).vocab_size
     if num_tokens > _MAX_TOKENS:
@@ -131,20 +129,11 @@ def find_cutoff(
     leading = logits.shape[:-1]
     if 0 in leading:
         return jnp.zeros(leading, jnp.float32)
-    batch = _once_per_row(logits, temperature, filters)
+    spread = functools.partial(spread_over_rows, leading=leading)
+    batch = (logits, spread(temperature), jax.tree.map(spread, filters))
     run = functools.partial(cutoff_shard, implementation=implementation, split=split)
     check_vma = not implementation.interpret
     return map_parts(run, logits, split, [logits], check_vma=check_vma)(batch)
-
-
-def _once_per_row(logits: jax.Array, temperature: jax.Array, filters: Filters) -> _Batch:
-    leading = logits.shape[:-1]
-
-    def each(value: jax.Array) -> jax.Array:
-        value = value.reshape(*value.shape, *(1,) * (len(leading) - value.ndim))
-        return jnp.broadcast_to(value, leading)
-
-    return logits, each(temperature), jax.tree.map(each, filters)
 
 
 def cutoff_shard(
@@ -163,18 +152,10 @@ def cutoff_shard(
     logits, temperature, filters = pvary_like(batch, batch, without=axis_of(split))
     filters = jax.tree.map(lambda x: x.reshape(-1), filters)
     rows = logits.reshape(-1, logits.shape[-1])
-    cutoff = _searcher(implementation, split)(rows, temperature.reshape(-1), filters)
-    return cutoff.reshape(logits.shape[:-1])
+    search: Callable[..., jax.Array] = functools.partial(cutoff_of_rows, split=split)
+    if plain_if_split(implementation, split).name != "xla":
+        from specjax.pallas.cutoff.rows import cutoff_rows
 
-
-def _searcher(
-    implementation: Implementation, split: VocabularySplit | None
-) -> Callable[..., jax.Array]:
-    """Returns the function of rows [R, V] that searches: the reference or the kernels."""
-    reference = functools.partial(cutoff_of_rows, split=split)
-    if plain_if_split(implementation, split).name == "xla":
-        return reference
-    from specjax.pallas.cutoff.rows import cutoff_rows
-
-    kernels = functools.partial(cutoff_rows, implementation=implementation)
-    return choose_implementation(implementation, reference, kernels)
+        kernels = functools.partial(cutoff_rows, implementation=implementation)
+        search = choose_implementation(implementation, search, kernels)
+    return search(rows, temperature.reshape(-1), filters).reshape(logits.shape[:-1])

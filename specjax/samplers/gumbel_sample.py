@@ -117,24 +117,20 @@ def sample_shard(arrays: SampleArrays, *, options: CallOptions) -> Sample:
 
     Args:
       arrays: every option once per row, keys as words.
-      shared: None, because no array is needed whole.
       options: static.
 
     Returns:
       `Sample`.
     """
     arrays = pvary_like(arrays, arrays, without=options.axis_name)
-    return _sampler(arrays.logits.shape[1], options)(arrays)
+    draw: Callable[[SampleArrays], Sample] = functools.partial(
+        _sample_by_reference, options=options
+    )
+    if kernels_available(options, arrays.logits.shape[1]):
+        from specjax.pallas.split.sample import choose_sampler
 
-
-def _sampler(width: int, options: CallOptions) -> Callable[[SampleArrays], Sample]:
-    """Returns the function that draws: the reference or the kernels."""
-    reference = functools.partial(_sample_by_reference, options=options)
-    if not kernels_available(options, width):
-        return reference
-    from specjax.pallas.split.sample import choose_sampler
-
-    return choose_implementation(options.implementation, reference, choose_sampler(options))
+        draw = choose_implementation(options.implementation, draw, choose_sampler(options))
+    return draw(arrays)
 
 
 def _sample_by_reference(arrays: SampleArrays, options: CallOptions) -> Sample:

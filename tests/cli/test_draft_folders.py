@@ -22,7 +22,7 @@ from specjax.cli.model_pair import (
     with_trained_k,
 )
 from specjax.config import DEFAULT_STEP_COSTS
-from specjax.decode.adaptive_k import AdaptiveK, init_history, k_by_rate
+from specjax.decode.adaptive_k import KPolicy, init_history, k_by_rate
 from specjax.models import DFlashConfig, build_dflash, pretrained_folder, save_dflash
 
 pytestmark = [pytest.mark.lenient, pytest.mark.once]
@@ -107,11 +107,11 @@ def test_auto_goes_by_the_step_costs_next_to_a_head_unless_an_option_gives_some(
     # After one step whose drafts were all rejected, a text of that head still drafts.
     config = SpeculativeConfig("auto", step_costs=own)
     own_table, table = (jnp.asarray(k_by_rate(x)) for x in (config, SpeculativeConfig("auto")))
-    first = AdaptiveK(own_table, init_history(own_table, jnp.ones(1, jnp.int32)))
+    first = KPolicy(own_table, init_history(own_table, jnp.ones(1, jnp.int32)))
     history = first.update(*jnp.array([[4], [0], [9]], jnp.int32))
     most, is_active = jnp.full(1, 4, jnp.int32), jnp.ones(1, bool)
-    assert AdaptiveK(own_table, history).budget(most, is_active)[0] > 0
-    assert AdaptiveK(table, history).budget(most, is_active)[0] == 0
+    assert KPolicy(own_table, history).budget(most, is_active)[0] > 0
+    assert KPolicy(table, history).budget(most, is_active)[0] == 0
 
 
 def test_the_usual_rate_next_to_a_head_is_that_of_files_unless_an_option_gives_one(

@@ -16,13 +16,11 @@ import specjax
 from benchmarks.cpu import soak
 from specjax import SpeculativeConfig
 from specjax.decode.adaptive_k import (
-    AdaptiveK,
     DraftHistory,
-    SharedK,
+    KPolicy,
     constant_k,
     init_history,
     k_by_rate,
-    k_policy,
     throughput_by_rate,
 )
 from specjax.decode.draft_step import draft_budget
@@ -130,12 +128,12 @@ def speeds_of(rate, least, usual, num_slots, costs):
 def chosen(outcomes, config=CONFIG):
     """The k before the first step, and after steps of given numbers of accepted drafts."""
     table, one = jnp.asarray(k_by_rate(config)), jnp.ones(1, jnp.int32)
-    policy = AdaptiveK(table, init_history(table, one))
+    policy = KPolicy(table, init_history(table, one))
     numbers = [next_k(policy)]
     for accepted in outcomes:
         drafted = jnp.asarray(numbers[-1:], jnp.int32)
         accepted = jnp.minimum(jnp.int32(accepted), drafted)
-        policy = AdaptiveK(table, policy.update(drafted, accepted, one))
+        policy = KPolicy(table, policy.update(drafted, accepted, one))
         numbers.append(next_k(policy))
     return numbers
 
@@ -181,7 +179,7 @@ def test_a_shared_k_gives_the_active_requests_the_most_tokens_for_its_cost():
         is_active = rng.uniform(size=5) < 0.6
         history = DraftHistory(*(jnp.asarray(x, jnp.int32) for x in (tested, accepted, tested)))
         most = jnp.full(5, K, jnp.int32)
-        budget = SharedK(table, history).budget(most, jnp.asarray(is_active))
+        budget = KPolicy(table, history).budget(most, jnp.asarray(is_active))
         (shared,) = set(budget.tolist())
         # 2.48 of 4 tokens, in 1024ths; rates are looked up in 64ths.
         rates = (accepted + 2540) * 64 // (tested + 4096) / 64
@@ -325,7 +323,7 @@ def test_a_model_that_drafts_again_has_read_what_it_missed():
 
 def test_a_drafter_has_read_no_token_that_was_rejected():
     history = DraftHistory(*np.array([[0, 0], [0, 0], [9, 9]], np.int32))
-    history = AdaptiveK(None, history).update(np.array([4, 4]), np.array([1, 4]), np.array([8, 11]))
+    history = KPolicy(None, history).update(np.array([4, 4]), np.array([1, 4]), np.array([8, 11]))
     assert history.num_read.tolist() == [7, 9]
 
 
@@ -356,9 +354,9 @@ def test_a_step_without_drafts_computes_one_row():
 def k_after(steps, config):
     """The k of a request after steps (drafted, accepted), as the loop counts them."""
     table, one = jnp.asarray(k_by_rate(config)), jnp.ones(1, jnp.int32)
-    policy = AdaptiveK(table, init_history(table, one))
+    policy = KPolicy(table, init_history(table, one))
     for drafted, accepted in steps:
-        policy = AdaptiveK(table, policy.update(drafted * one, accepted * one, one))
+        policy = KPolicy(table, policy.update(drafted * one, accepted * one, one))
     return next_k(policy)
 
 
@@ -414,7 +412,7 @@ def most_of_two(histories, lengths, num_tokens):
     state = SimpleNamespace(
         settings=SimpleNamespace(max_lengths=end),
         lengths=jnp.asarray(lengths, jnp.int32),
-        k_policy=k_policy(table, DraftHistory(tested, accepted, tested)),
+        k_policy=KPolicy(table, DraftHistory(tested, accepted, tested)),
         finish=jnp.asarray(np.array(lengths) == num_tokens, jnp.int8),
     )
     return tuple(draft_budget(DRAFTERS["model"], state, LOAD).tolist())
@@ -431,7 +429,7 @@ def history_after(history, drafted, accepted):
     """The counts of tested and accepted tokens after a step."""
     one = jnp.ones(1, jnp.int32)
     before = DraftHistory(*(count * one for count in (*history, 0)))
-    after = AdaptiveK(None, before).update(drafted * one, accepted * one, one)
+    after = KPolicy(None, before).update(drafted * one, accepted * one, one)
     return int(after.num_tested[0]), int(after.num_accepted[0])
 
 

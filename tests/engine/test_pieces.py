@@ -145,20 +145,19 @@ def _engine(in_pieces, num_rows=3):
         options=specjax.LoopOptions(max_length=S, prefill_chunk_size=NUM_PIECES * PIECE),
     )
     scheduler, filled = engine._scheduler, []
-    read = scheduler._programs.prefill_batch
+    read = scheduler._programs.prefill_chunk
 
     def read_and_note(rows, token_ids, positions, *of_pieces):
         filled.append(float(np.mean(positions >= 0)))
         return read(rows, token_ids, positions, *of_pieces)
 
     programs = scheduler._programs._replace(
-        batch=BatchShape(num_rows, PIECE, NUM_PIECES) if in_pieces else None,
-        prefill_batch=read_and_note,
+        batch=BatchShape(num_rows, PIECE, NUM_PIECES) if in_pieces else None
     )
     any_request = check_request(Submission([0, 0], jax.random.key(0)), engine._limits)
     scheduler._slots = warm_up(programs, models.target, any_request.settings, None)
-    scheduler._programs, scheduler._batch = programs, PrefillBatch(programs)
-    filled.clear()
+    scheduler._programs = programs
+    scheduler._batch = PrefillBatch(programs._replace(prefill_chunk=read_and_note))
     return engine, filled
 
 
@@ -216,7 +215,7 @@ def test_a_chunk_that_failed_is_read_again():
     texts = []
     for failing in (0, 1):
         engine, _ = _engine(True)
-        read, calls = engine._scheduler._programs.prefill_batch, []
+        read, calls = engine._scheduler._programs.prefill_chunk, []
 
         def fail_once(*operands, read=read, calls=calls, failing=failing):
             calls.append(operands)
@@ -224,7 +223,7 @@ def test_a_chunk_that_failed_is_read_again():
                 raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED")
             return read(*operands)
 
-        programs = engine._scheduler._programs._replace(prefill_batch=fail_once)
+        programs = engine._scheduler._programs._replace(prefill_chunk=fail_once)
         engine._scheduler._batch = PrefillBatch(programs)
         prompts = [np.random.default_rng(i).integers(0, 64, 20 + i) for i in range(5)]
         requests = [

@@ -20,7 +20,6 @@ from jax.experimental.pallas import triton as plgpu
 from specjax.core.pivot_search import Pass, search_by_pivots, unused_key_bits
 from specjax.core.truncation import (
     RowQueries,
-    bisecting_queries,
     extremes_blocks,
     mass_above,
     mass_weights,
@@ -100,7 +99,7 @@ def split_steps(num_logits: int, tile: Tile) -> tuple[int, int, int]:
 def register_queries(x: jax.Array, row: RowSummary) -> RowQueries:
     """Returns queries on logits f32[N] that the program holds in registers."""
     weights = mass_weights(x, row.anchor, row.scale, make_exp2(row.interpret))
-    return bisecting_queries(
+    return RowQueries(
         count_above=lambda pivot: mass_above(x, None, pivot),
         mass_above=lambda pivot: mass_above(x, weights, pivot),
         extremes_inside=lambda bracket: extremes_blocks(x, bracket),

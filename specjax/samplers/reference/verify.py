@@ -12,7 +12,6 @@ References:
 """
 
 import functools
-from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -80,23 +79,18 @@ def verify_request(
     if rule == COUPLED:
         return couple_request(rows, only_maxima)
     custom = rule if isinstance(rule, Rule) else None
-
-    def token_prefix() -> tuple[AcceptedPrefix, jax.Array]:
-        state = _accept_prefix(rows, custom, only_maxima)
-        return state.prefix, state.logprobs
-
     if rule == BLOCK and rows.draft is not None:
         request, drafted = rows.request, drafted_tokens(rows)
 
         def with_rho() -> tuple[AcceptedPrefix, jax.Array]:
-            prefix, logprobs = token_prefix()
+            prefix, logprobs = _accept_prefix(rows, custom, only_maxima)
             return prefix._replace(log_rho=pvary_like(jnp.float32(0), request)), logprobs
 
         prefix, logprobs = jax.lax.cond(
             is_block_request(request, drafted), lambda: accept_block_prefix(rows, drafted), with_rho
         )
     else:
-        prefix, logprobs = token_prefix()
+        prefix, logprobs = _accept_prefix(rows, custom, only_maxima)
     draw = next_token if custom is None else functools.partial(next_token_by_rule, custom)
     token, logprob = draw(rows, prefix)
     return emit(rows, prefix.num_accepted, prefix.row, token, logprob, logprobs)
@@ -104,10 +98,11 @@ def verify_request(
 
 def _accept_prefix(
     rows: RequestRows, rule: Rule | None, only_maxima: jax.Array | None
-) -> _PrefixState:
-    """Reads target rows in order until a drafted token is rejected or all are accepted.
+) -> tuple[AcceptedPrefix, jax.Array]:
+    """Returns the accepted prefix of a request, and log p of its drafted tokens, f32[K].
 
-    Rows that lie over devices are read at once, because every read is a message.
+    Target rows are read in order until a drafted token is rejected or all are accepted. Rows that
+    lie over devices are read at once, because every read is a message.
     """
     request, k, scale = rows.request, rows.request.token_ids.shape[0], rows.temperature.scale
 
@@ -134,14 +129,21 @@ def _accept_prefix(
         prefix = prefix._replace(num_accepted=index + accepted.astype(jnp.int32))
         return pvary_like(_PrefixState(prefix, accepted, logprobs), state)
 
-    def accept_in_turn() -> _PrefixState:
+    def accept_in_turn() -> tuple[AcceptedPrefix, jax.Array]:
         start = _PrefixState(
             _empty_prefix(rows.target.vocab_size), is_active(request), jnp.zeros((k,), jnp.float32)
         )
         start = pvary_like(start, request, rows.target, rows.draft)
-        return jax.lax.while_loop(lambda state: state.active, step, start)
+        end = jax.lax.while_loop(lambda state: state.active, step, start)
+        return end.prefix, end.logprobs
 
-    return rows.target.read(accept_in_turn, lambda: _accept_at_once(request, judge))
+    def accept_at_once() -> tuple[AcceptedPrefix, jax.Array]:
+        index = pvary_like(jnp.arange(k + 1, dtype=jnp.int32), request)
+        prefixes, accepted, logprobs = jax.vmap(judge)(index)
+        num_accepted = first_false(accepted & is_active(request))
+        return jax.tree.map(lambda x: x[num_accepted], prefixes), logprobs[:k]
+
+    return rows.target.read(accept_in_turn, accept_at_once)
 
 
 def _empty_prefix(vocab_size: int) -> AcceptedPrefix:
@@ -154,18 +156,6 @@ def _empty_prefix(vocab_size: int) -> AcceptedPrefix:
         row=RowStatistics(LogNormalizer(zero, zero), jnp.bool_(False)),
         drafted=DraftedToken(jnp.int32(-1), zero, LogNormalizer(zero, zero), jnp.bool_(True)),
     )
-
-
-def _accept_at_once(
-    request: Request, judge: Callable[[jax.Array], tuple[AcceptedPrefix, jax.Array, jax.Array]]
-) -> _PrefixState:
-    """Judges all K + 1 target rows, and returns the state after the first rejection."""
-    k = request.token_ids.shape[0]
-    index = pvary_like(jnp.arange(k + 1, dtype=jnp.int32), request)
-    prefixes, accepted, logprobs = jax.vmap(judge)(index)
-    num_accepted = first_false(accepted & is_active(request))
-    prefix = jax.tree.map(lambda x: x[num_accepted], prefixes)
-    return _PrefixState(prefix, jnp.bool_(False), logprobs[:k])
 
 
 def _accepts(

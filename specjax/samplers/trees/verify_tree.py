@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from specjax.call_arrays import TreeArrays
+from specjax.call_arrays import TreeArrays, flatten
 from specjax.call_options import CallOptions
 from specjax.core.temperature import parse_temperature
 from specjax.devices.placement import pvary_like
@@ -49,10 +49,10 @@ def verify_trees(arrays: TreeArrays, *, max_depth: int, options: CallOptions) ->
     )
     # Inside shard_map the first rows are numbers that vary over no axis; a tree varies as a whole.
     trees = pvary_like(trees, arrays)
-    target = _flat_rows(arrays.target_logits, arrays.target_cutoff)
+    target = LogitRows(flatten(arrays.target_logits, 1), flatten(arrays.target_cutoff))
     draft = None
     if arrays.draft_logits is not None:
-        draft = _flat_rows(arrays.draft_logits, arrays.draft_cutoff)
+        draft = LogitRows(flatten(arrays.draft_logits, 1), flatten(arrays.draft_cutoff))
 
     def one(tree: Tree) -> TreeVerification:
         return verify_tree(tree, target, draft, max_depth, options.noise_dtype)
@@ -63,11 +63,6 @@ def verify_trees(arrays: TreeArrays, *, max_depth: int, options: CallOptions) ->
     # Not all at once: each tree holds several rows of float32.
     batched = functools.partial(mapped, batch_size=_BATCH_SIZE)
     return jax.lax.platform_dependent(trees, cpu=mapped, default=batched)
-
-
-def _flat_rows(logits: jax.Array, cutoff: jax.Array | None) -> LogitRows:
-    flat = logits.reshape(-1, logits.shape[2])
-    return LogitRows(flat, None if cutoff is None else cutoff.reshape(-1))
 
 
 def verify_tree(

@@ -34,9 +34,9 @@ _REFERENCE = (
         "a filter that is NaN keeps all",
     ),
     Mutation(
-        "specjax.processing.logit_cutoff._once_per_row.each",
-        "(*value.shape, *(1,) * (len(leading) - value.ndim))",
-        "(*(1,) * (len(leading) - value.ndim), *value.shape)",
+        "specjax.processing.logit_cutoff.find_cutoff",
+        "leading=leading",
+        "leading=leading[::-1]",
         cutoffs("test_a_parameter_goes_with_the_leading_axes"),
         "a parameter [B] goes with the rows of a request",
     ),

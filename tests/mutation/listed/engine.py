@@ -522,8 +522,8 @@ MUTATIONS = (
     ),
     Mutation(
         "specjax.engine.prefill_batch.PrefillBatch._read_packed",
-        "sizes.append(chunk.size)",
-        "entry.num_read, sizes = entry.num_read + chunk.size, [*sizes, 0]",
+        "sizes.append(unread.size)",
+        "entry.num_read, sizes = entry.num_read + unread.size, [*sizes, 0]",
         pieces("test_a_chunk_that_failed_is_read_again"),
         "a chunk counts as read before its program has it",
     ),

@@ -46,22 +46,22 @@ MUTATIONS = (
     ),
     Mutation(
         f"{_ENGINE}queue.QueueEntry.read_chunk",
-        "self.caches = run_chunk(read, list_chunk, self.caches, chunk, owners)\n"
+        "self.caches = run_chunk(programs, self.caches, chunk, owners)\n"
         "        self.num_read += programs.chunk_size",
         "self.num_read += programs.chunk_size\n"
-        "        self.caches = run_chunk(read, list_chunk, self.caches, chunk, owners)",
+        "        self.caches = run_chunk(programs, self.caches, chunk, owners)",
         soaks(_MOVED),
         "a chunk counts as read before a program has it",
     ),
     Mutation(
         f"{_ENGINE}prefill_batch.PrefillBatch.read",
-        "        self._run((token_ids, positions), owners)\n"
+        "        self._caches = run_chunk(self._programs, self._caches, chunk, owners)\n"
         "        # A last piece counts whole, as in `QueueEntry.num_read`.\n"
         "        for entry in batch_entries:\n"
         "            entry.num_read += piece_size\n",
         "        for entry in batch_entries:\n"
         "            entry.num_read += piece_size\n"
-        "        self._run((token_ids, positions), owners)\n",
+        "        self._caches = run_chunk(self._programs, self._caches, chunk, owners)\n",
         soaks(_MOVED),
         "chunks of a batch count as read before a program has them",
     ),
@@ -179,21 +179,21 @@ MUTATIONS = (
         "an interrupt that came while slots changed is forgotten",
     ),
     Mutation(
-        "specjax.decode.adaptive_k.AdaptiveK.draft",
+        "specjax.decode.adaptive_k.KPolicy.draft",
         "num_read=jnp.where(is_drafting, num_read, history.num_read)",
         "num_read=num_read",
         adaptive_k(_AGAIN),
         "a drafter has read what was committed while it did not draft",
     ),
     Mutation(
-        "specjax.decode.adaptive_k.AdaptiveK.draft",
+        "specjax.decode.adaptive_k.KPolicy.draft",
         "lengths - 1 - history.num_read > 1",
         "lengths - 1 - history.num_read > 2",
         adaptive_k(_AGAIN),
         "a drafter that missed two tokens does not read the first",
     ),
     Mutation(
-        "specjax.decode.adaptive_k.AdaptiveK.update",
+        "specjax.decode.adaptive_k.KPolicy.update",
         "jnp.minimum(history.num_read, lengths - 1)",
         "history.num_read",
         adaptive_k("test_a_drafter_has_read_no_token_that_was_rejected"),
@@ -221,9 +221,9 @@ MUTATIONS = (
         "an engine has no drafter, as none is worth it where no draft is accepted",
     ),
     Mutation(
-        "specjax.decode.adaptive_k.AdaptiveK.budget",
-        "jnp.minimum(num_tokens, self._best_k(is_active))",
-        "self._best_k(is_active)",
+        "specjax.decode.adaptive_k.KPolicy.budget",
+        "jnp.minimum(num_tokens, jnp.argmax(total).astype(jnp.int32))",
+        "jnp.argmax(total).astype(jnp.int32)",
         adaptive_k("test_no_request_drafts_past_the_end_that_it_may_have"),
         "a request drafts past the end that it may have",
     ),

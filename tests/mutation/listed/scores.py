@@ -64,8 +64,8 @@ MUTATIONS = (
     ),
     Mutation(
         f"{_ENGINE}PromptListing.add",
-        "_Listed(top, rows, positions[rows] >= 0)",
-        "_Listed(top, rows, positions[rows] >= -1)",
+        "(top, rows, positions[rows] >= 0)",
+        "(top, rows, positions[rows] >= -1)",
         listed_prompts(f"{_LISTED}[alone]"),
         "padding of a chunk is listed, too",
     ),

@@ -160,8 +160,8 @@ MUTATIONS = (
     ),
     Mutation(
         "specjax.decode.propose._sample",
-        "if coupled:",
-        "if coupled and False:",
+        "if vocabulary is not None and coupled:",
+        "if coupled := False:",
         draft_vocabularies(_COUPLED),
         "coupled drafts are drawn with the noise of draft ids, and agree by chance",
     ),
