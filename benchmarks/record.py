@@ -1,6 +1,8 @@
 """Files of measurements: what each says of its origin, and the arguments of GPU benchmarks.
 
 gpu_parser -> parse_on_gpu -> environment -> save
+
+Programs that measure other libraries may have no JAX: two functions import it.
 """
 
 import argparse
@@ -13,9 +15,6 @@ import shlex
 import subprocess
 import sys
 from typing import Any
-
-import jax
-import numpy as np
 
 __all__ = ["command", "cpu_name", "driver", "environment", "gpu_parser", "parse_on_gpu", "save"]
 
@@ -30,6 +29,8 @@ def gpu_parser(doc: str) -> argparse.ArgumentParser:
 
 def parse_on_gpu(parser: argparse.ArgumentParser) -> argparse.Namespace:
     """Returns the arguments, and ends the process without a GPU; a rehearsal has no file."""
+    import jax
+
     args = parser.parse_args()
     if args.smoke:
         args.out = None
@@ -47,6 +48,9 @@ def command() -> str:
 
 def environment() -> dict[str, Any]:
     """Returns where, when, by which command and with which versions a section was measured."""
+    import jax
+    import numpy as np
+
     if jax.default_backend() == "cpu":
         affinity = getattr(os, "sched_getaffinity", None)
         device = {"device": cpu_name(), "cores": len(affinity(0)) if affinity else os.cpu_count()}

@@ -6,7 +6,6 @@ python -m benchmarks.cpu.cutoff --out benchmarks/results/cpu_cutoff.json --check
 import argparse
 import pathlib
 import sys
-import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -15,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import specjax
+from benchmarks.cpu.rounds import milliseconds, time_in_turns
 from benchmarks.record import environment, save
 
 B, V, TOP_K, TOP_P, MIN_P = 16, 131072, 50, 0.9, 0.05
@@ -136,31 +136,14 @@ def check_kept(case: Case, logits: jax.Array) -> int:
 
 
 def measure(sets: dict[str, list[jax.Array]], rounds: int) -> dict[tuple[str, str], np.ndarray]:
-    """Seconds of every call, [rounds], by case and contender, in a new order every round."""
+    """Seconds of every call, [rounds], by case and contender."""
     calls = {
         (case.name, name): (case.rows, call)
         for case in CASES
         for name, call in contenders(case).items()
     }
     calls |= {("3 N(0, 1)", "logsumexp"): ("3 N(0, 1)", logsumexp)}
-    for rows, call in calls.values():
-        jax.block_until_ready(call(sets[rows][0]))
-    times: dict[tuple[str, str], list[float]] = {which: [] for which in calls}
-    rng = np.random.default_rng(0)
-    for number in range(rounds):
-        for place in rng.permutation(len(calls)):
-            which = list(calls)[place]
-            rows, call = calls[which]
-            logits = sets[rows][(number + int(place)) % len(sets[rows])]
-            start = time.perf_counter()
-            jax.block_until_ready(call(logits))
-            times[which].append(time.perf_counter() - start)
-    return {which: np.array(seconds) for which, seconds in times.items()}
-
-
-def milliseconds(seconds: np.ndarray) -> dict[str, Any]:
-    low, middle, high = 1e3 * np.percentile(seconds, [25, 50, 75])
-    return {"median_ms": middle, "quartiles_ms": [low, high]}
+    return time_in_turns(calls, sets, rounds)
 
 
 def report(result: dict[str, Any]) -> None:

@@ -6,10 +6,8 @@ python -m benchmarks.cpu.verify --out benchmarks/results/cpu_verify.json --check
 import argparse
 import pathlib
 import sys
-import time
 from typing import Any
 
-import jax
 import numpy as np
 
 from benchmarks.cpu.contenders import (
@@ -23,6 +21,7 @@ from benchmarks.cpu.contenders import (
     draw_inputs,
     verify,
 )
+from benchmarks.cpu.rounds import milliseconds, time_in_turns
 from benchmarks.record import environment, save
 
 SIZES = (131072, 151936)
@@ -43,37 +42,16 @@ BOUNDS = (
 
 
 def measure(sets: dict[int, list[Inputs]], rounds: int) -> dict[str, np.ndarray]:
-    """Seconds of every call, [rounds], by contender.
-
-    Every round times every contender once, in a new order, on inputs that the call before did
-    not touch; every contender sees every set equally often.
-    """
-    calls = {(name, SIZES[0]): call for name, call in CONTENDERS.items()}
-    calls |= {(name, SIZES[1]): CONTENDERS[name] for name in ("rejection_sample", "gumbel_sample")}
-    for (_, size), call in calls.items():
-        jax.block_until_ready(call(sets[size][0]))
-    times: dict[tuple[str, int], list[float]] = {which: [] for which in calls}
-    rng = np.random.default_rng(0)
-    for number in range(rounds):
-        shift = number % len(sets[SIZES[0]])
-        for which in rng.permutation(len(calls)):
-            name, size = list(calls)[which]
-            inputs = sets[size][(shift + int(which)) % len(sets[size])]
-            start = time.perf_counter()
-            jax.block_until_ready(calls[name, size](inputs))
-            times[name, size].append(time.perf_counter() - start)
-    return {
-        name if size == SIZES[0] else f"{name}@{size}": np.array(seconds)
-        for (name, size), seconds in times.items()
-    }
+    """Seconds of every call, [rounds], by contender."""
+    calls = {name: (SIZES[0], call) for name, call in CONTENDERS.items()}
+    for name in ("rejection_sample", "gumbel_sample"):
+        calls[f"{name}@{SIZES[1]}"] = SIZES[1], CONTENDERS[name]
+    return time_in_turns(calls, sets, rounds)
 
 
 def summarise(times: dict[str, np.ndarray]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Milliseconds of each contender, and the ratios that are bounded."""
-    timings = {}
-    for name, seconds in times.items():
-        low, middle, high = 1e3 * np.percentile(seconds, [25, 50, 75])
-        timings[name] = {"median_ms": middle, "quartiles_ms": [low, high]}
+    timings = {name: milliseconds(seconds) for name, seconds in times.items()}
     ratios = []
     for label, (slow, fast), kind, bound in BOUNDS:
         ratio = timings[slow]["median_ms"] / timings[fast]["median_ms"]

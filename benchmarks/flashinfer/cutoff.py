@@ -5,7 +5,6 @@ python -m benchmarks.flashinfer.cutoff --library LIBRARY --out benchmarks/result
 
 import argparse
 import functools
-import json
 import math
 import pathlib
 import shlex
@@ -19,6 +18,7 @@ import torch
 from benchmarks.flashinfer import library
 from benchmarks.flashinfer.check import check, check_softmax
 from benchmarks.flashinfer.ways import Call, Kernels, ways
+from benchmarks.record import save
 from benchmarks.vllm.cutoff import RANKED, V, draw_sets
 from benchmarks.vllm.verify import ROTATING_BYTES, time_calls, where
 
@@ -120,7 +120,7 @@ def main() -> None:
     given = [part for word in sys.argv[1:] for part in word.split("=", 1)]
     words = [known.get(str(pathlib.Path(word)), word) for word in given]
     command = shlex.join(["python", "-m", "benchmarks.flashinfer.cutoff", *words])
-    environment = {**where(source, command), "flashinfer": source}
+    environment = where(source) | {"command": command, "flashinfer": source}
     del environment["vllm"], environment["triton"]
     section: dict[str, Any] = {"environment": environment, "cases": []}
     kernels = Kernels(functions)
@@ -128,10 +128,7 @@ def main() -> None:
         for record in measure(kernels, args.only or list(CASES), b, V):
             section["cases"].append(record)
             print(describe(record), flush=True)
-    if args.out:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        there = json.loads(args.out.read_text()) if args.out.exists() else {}
-        args.out.write_text(json.dumps(there | {"flashinfer": section}, indent=1) + "\n")
+    save(args.out, {"flashinfer": section})
 
 
 if __name__ == "__main__":

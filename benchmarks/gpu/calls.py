@@ -38,8 +38,8 @@ class Options(NamedTuple):
     stream: jax.Array
 
 
-# Kinds that verify drafted tokens.
-VERIFIED = {"verify", "block", "couple"}
+# Kinds that verify drafted tokens, and their rules.
+VERIFIED = {"verify": rules.standard, "block": rules.block, "couple": rules.coupled}
 
 
 class Effort(NamedTuple):
@@ -57,39 +57,24 @@ REHEARSAL = Effort(runs=2, calls=2, most_sets=2, kernels="xla")
 
 def make_call(program: Program, kernels: str | Implementation) -> Callable[..., Any]:
     """The public function of a program as `lower_loop` wants it."""
-    implementation = program.implementation or kernels
-
-    def shared(keys: Any, positions: Any, options: Options) -> dict[str, Any]:
-        temperature = options.temperature
-        where = {"keys": keys, "positions": positions, "temperature": temperature}
-        return where | {"options": specjax.Options(implementation=implementation)}
+    implementation, is_coupled = program.implementation or kernels, program.kind == "couple"
 
     def verify(inputs: Inputs, keys: Any, positions: Any, options: Options) -> Any:
-        is_synthetic = options.rates is not None
+        rule = VERIFIED[program.kind]
         step = specjax.rejection_sample(
-            inputs.draft,
+            inputs.draft.without_q() if is_coupled else inputs.draft,
             inputs.target_logits,
-            rule=rules.synthetic(options.rates) if is_synthetic else rules.standard(),
+            keys=keys,
+            positions=positions,
+            temperature=options.temperature,
+            rule=rule() if options.rates is None else rules.synthetic(options.rates),
             greedy_logprobs=program.greedy_logprobs,
-            **shared(keys, positions, options),
+            options=specjax.Options(implementation=implementation),
         )
-        return step, step.num_emitted
-
-    def block(inputs: Inputs, keys: Any, positions: Any, options: Options) -> Any:
-        arguments = shared(keys, positions, options)
-        step = specjax.rejection_sample(
-            inputs.draft, inputs.target_logits, rule=rules.block(), **arguments
-        )
-        return step, step.num_emitted
-
-    def couple(inputs: Inputs, keys: Any, positions: Any, options: Options) -> Any:
-        draft, arguments = inputs.draft.without_q(), shared(keys, positions, options)
-        step = specjax.rejection_sample(
-            draft, inputs.target_logits, rule=rules.coupled(), **arguments
-        )
-        # The tokens were drawn for these positions. The counts are never negative, which XLA does
-        # not know: what is added is 0, and the calls stay chained.
-        return step, positions + jnp.minimum(step.num_emitted, 0)
+        # Coupled tokens were drawn for these positions. The counts are never negative, which XLA
+        # does not know: what is added is 0, and the calls stay chained.
+        after = positions + jnp.minimum(step.num_emitted, 0) if is_coupled else step.num_emitted
+        return step, after
 
     def sample(rows: Any, keys: Any, positions: Any, options: Options) -> Any:
         scalars = program.kind == "sample with scalars"
@@ -111,8 +96,9 @@ def make_call(program: Program, kernels: str | Implementation) -> Callable[..., 
         token_ids = jax.random.categorical(keys[0], rows / temperature[:, None])
         return token_ids, token_ids.astype(jnp.int32)
 
-    calls = {"verify": verify, "block": block, "couple": couple, "categorical": categorical}
-    return calls.get(program.kind, sample)
+    if program.kind in VERIFIED:
+        return verify
+    return categorical if program.kind == "categorical" else sample
 
 
 class Bench:
@@ -122,12 +108,12 @@ class Bench:
         self.shape, self.effort = shape, effort
         self._rates: dict[str, np.ndarray] = {}
         kinds = {PROGRAMS[CASES[name].program].kind for name in names}
-        verified = kinds & VERIFIED
+        verified, others = kinds & VERIFIED.keys(), kinds - VERIFIED.keys()
         # A call reads about three rows of each request.
         count = num_sets(shape, 3, effort.most_sets)
         self._logits = draw_sets(shape, count) if verified else []
         count = num_sets(shape, 1, effort.most_sets)
-        self._rows = [draw_rows(seed, shape) for seed in range(count)] if kinds - VERIFIED else []
+        self._rows = [draw_rows(seed, shape) for seed in range(count)] if others else []
 
     def lower(self, case: Case, kernels: str | Implementation | None = None) -> Lowered:
         """Lowers a case's program, by default for the kernels that the effort names."""

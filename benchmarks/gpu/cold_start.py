@@ -21,17 +21,13 @@ import jax
 import numpy as np
 
 import specjax
+from benchmarks.cpu.cold_start import EVENTS
 from benchmarks.gpu.decode import DRAFT, SMALL, TARGET, K
 from benchmarks.record import environment, save
 from specjax.models import build
 
 CASES = ("drafts by a model", "plain")
 PROGRAMS = ("run_prefill", "run_loop")
-EVENTS = {
-    "trace": "/jax/core/compile/jaxpr_trace_duration",
-    "lowering": "/jax/core/compile/jaxpr_to_mlir_module_duration",
-    "compilation": "/jax/core/compile/backend_compile_duration",
-}
 
 
 def first_calls(case: str, smoke: bool) -> dict[str, Any]:

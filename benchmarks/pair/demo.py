@@ -18,9 +18,8 @@ import statistics
 from typing import Any
 
 from benchmarks.pair.text_quality import distinct_share, unfinished_lines
-from benchmarks.record import environment
+from benchmarks.record import environment, save
 from specjax.cli import main as specjax_command
-from specjax.file_io import replace_file
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 # What `specjax generate` is given as --draft.
@@ -100,15 +99,13 @@ def main() -> None:
     args = parser.parse_args()
     records = measure(args.seeds, args.repeats)
     print(describe(records))
-    if args.out is not None:
-        result = {
-            "environment": environment(),
-            "demo": shlex.join(["specjax", *demo_arguments()]).replace(f"{ROOT}/", ""),
-            "prompt": (ROOT / "examples" / "prompt.txt").read_text(encoding="utf-8"),
-            "cases": records,
-        }
-        with replace_file(args.out) as temporary:
-            temporary.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    result = {
+        "environment": environment(),
+        "demo": shlex.join(["specjax", *demo_arguments()]).replace(f"{ROOT}/", ""),
+        "prompt": (ROOT / "examples" / "prompt.txt").read_text(encoding="utf-8"),
+        "cases": records,
+    }
+    save(args.out, result)
 
 
 if __name__ == "__main__":

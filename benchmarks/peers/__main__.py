@@ -6,10 +6,10 @@ import importlib
 import json
 import os
 import pathlib
-import platform
-import shlex
 import sys
 from typing import Any
+
+from benchmarks.record import command, cpu_name, save
 
 # Names of peers, and the modules that run them.
 PEERS = {
@@ -23,21 +23,15 @@ PEERS = {
 os.environ.setdefault("KERAS_BACKEND", "jax")
 
 
-def processor() -> str:
-    lines = pathlib.Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor()
-
-
 def run(name: str) -> dict[str, Any]:
     """A section of the JSON: versions, device, date, command, cases."""
     module = importlib.import_module(f"benchmarks.peers.{PEERS[name]}")
     section = {
         "peer": name,
         "version": module.version(),
-        "device": processor(),
+        "device": cpu_name(),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "command": shlex.join(["python", "-m", "benchmarks.peers", *sys.argv[1:]]),
+        "command": command(),
         "cases": [],
     }
     if name == "specjax":
@@ -56,13 +50,6 @@ def run(name: str) -> dict[str, Any]:
     return section
 
 
-def add(path: pathlib.Path, section: dict[str, Any]) -> None:
-    """Puts a section into a JSON in the place of an earlier one of its peer."""
-    there = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    there[section.pop("peer")] = section
-    path.write_text(json.dumps(there, indent=1) + "\n", encoding="utf-8")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=pathlib.Path, help="the JSON; None prints a line for a peer")
@@ -75,14 +62,15 @@ def main() -> None:
         lines = args.add.read_text(encoding="utf-8").splitlines()
         for line in lines:
             if line.startswith('{"peer"'):
-                add(args.out, json.loads(line))
+                section = json.loads(line)
+                save(args.out, {section.pop("peer"): section})
         return
     for name in args.only or PEERS:
         section = run(name)
         if args.out is None:
             print(json.dumps(section), flush=True)
         else:
-            add(args.out, section)
+            save(args.out, {section.pop("peer"): section})
 
 
 if __name__ == "__main__":

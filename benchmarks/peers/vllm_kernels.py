@@ -13,8 +13,6 @@ import datetime
 import importlib
 import json
 import pathlib
-import shlex
-import sys
 import types
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -26,6 +24,7 @@ import triton.language as tl
 
 from benchmarks.peers.inputs import MIXED, ROWS, Array, Kind, Rows, count_outcomes
 from benchmarks.peers.measure import measure
+from benchmarks.record import command
 from benchmarks.vllm.files import SAMPLER, Functions, load, load_filters
 
 NAME = "vLLM"
@@ -182,7 +181,7 @@ def main() -> None:
         "version": version,
         "device": name,
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "command": shlex.join(["python3", "-m", "benchmarks.peers.vllm_kernels", *sys.argv[1:]]),
+        "command": command(),
     }
     print(json.dumps(section | {"cases": found}))
 

@@ -9,14 +9,11 @@ lm-eval with its extra api, torch and transformers; `make lm-eval` installs them
 """
 
 import argparse
-import contextlib
 import json
 import os
 import pathlib
-import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from typing import Any
 
 # Nothing here is on the hub.
@@ -26,6 +23,8 @@ import lm_eval
 import torch
 import transformers
 
+from benchmarks.record import save
+from benchmarks.serve.process import server
 from specjax import models
 
 QUESTIONS = pathlib.Path(__file__).with_name("questions.json")
@@ -39,25 +38,6 @@ def write_model(folder: pathlib.Path) -> None:
     source = models.pretrained_folder("target")
     target, config = models.load(source, "float32")
     models.save(folder, target.params, config, models.load_tokenizer(source))
-
-
-@contextlib.contextmanager
-def server(folder: pathlib.Path) -> Iterator[str]:
-    """Serves a model by the command; gives the address of its completions."""
-    options = ["--target", str(folder), "--port", "0", "--max-logprobs", "1", "--num-slots", "8"]
-    program = "import sys; from specjax.cli import main; sys.exit(main())"
-    process = subprocess.Popen(
-        [sys.executable, "-c", program, "serve", *options], stderr=subprocess.PIPE, text=True
-    )
-    assert process.stderr is not None
-    try:
-        line = process.stderr.readline()
-        if " at http" not in line:
-            sys.exit(f"the server did not start: {line}{process.stderr.read()}")
-        yield line.split()[2] + "/completions"
-    finally:
-        process.terminate()
-        process.wait()
 
 
 def tasks(folder: pathlib.Path) -> list[dict[str, Any]]:
@@ -169,7 +149,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = pathlib.Path(name, "target")
         write_model(folder)
-        with server(folder) as address:
+        with server(folder, "--max-logprobs", "1", "--num-slots", "8") as (port, _):
+            address = f"http://127.0.0.1:{port}/v1/completions"
             options = f"model=target,base_url={address},num_concurrent=8,max_length=1024"
             results = lm_eval.simple_evaluate(
                 model="local-completions",
@@ -182,8 +163,7 @@ def main() -> None:
     record |= {"accuracy": results["results"]["local_choices"]["acc,none"]}
     record |= {"lm_eval": lm_eval.__version__, "transformers": transformers.__version__}
     print(json.dumps(record))
-    if args.out is not None:
-        args.out.write_text(json.dumps(record, indent=1) + "\n")
+    save(args.out, record)
     if record["wrong"] or record["largest_difference"] > MOST_DIFFERENCE:
         sys.exit("the server and transformers differ.")
 

@@ -19,7 +19,8 @@ import time
 from typing import Any
 
 from benchmarks.serve.clients import request_of
-from benchmarks.serve.soak import ask, send, server
+from benchmarks.serve.process import server
+from benchmarks.serve.soak import OPTIONS, ask, send, write_model
 
 MOST_MS = 50.0
 
@@ -120,8 +121,10 @@ async def measure(port: int) -> tuple[collections.Counter[str], list[tuple[float
 
 
 def main() -> None:
-    with tempfile.TemporaryDirectory() as name, server(pathlib.Path(name, "small")) as (port, _):
-        statuses, waits = asyncio.run(measure(port))
+    with tempfile.TemporaryDirectory() as name:
+        folder = write_model(pathlib.Path(name, "small"))
+        with server(folder, *OPTIONS) as (port, _):
+            statuses, waits = asyncio.run(measure(port))
     print(json.dumps(dict(sorted(statuses.items()))))
     for wait, own, body in waits[:8]:
         print(f"{wait:6.1f} ms meanwhile, {own:7.1f} ms itself: {body}")

@@ -12,16 +12,13 @@ Memory is noted after each tenth.
 import argparse
 import asyncio
 import collections
-import contextlib
 import json
 import pathlib
 import random
 import re
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -29,6 +26,7 @@ import numpy as np
 
 from benchmarks.record import environment, save
 from benchmarks.serve.clients import request_of
+from benchmarks.serve.process import server
 from specjax import models
 
 MODEL = models.TransformerConfig(
@@ -42,8 +40,7 @@ MODEL = models.TransformerConfig(
     eos_token_ids=(0,),
 )
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
-OPTIONS = ["--port", "0", "--num-slots", "8", "--max-length", "128", "--max-waiting", "256"]
-OPTIONS += ["--max-logprobs", "5"]
+OPTIONS = ["--num-slots", "8", "--max-length", "128", "--max-waiting", "256", "--max-logprobs", "5"]
 LEAVES, MOST_SECONDS = 0.4, 0.15
 # What may be left more than after the first tenth, of the allocators of Python and of C.
 MOST_KILOBYTES = 8 * 1024
@@ -174,27 +171,12 @@ async def measure(port: int, pid: int, args: argparse.Namespace) -> dict[str, An
     }
 
 
-@contextlib.contextmanager
-def server(folder: pathlib.Path) -> Iterator[tuple[int, int]]:
-    """Serves a small model by the command; gives its port and its process."""
+def write_model(folder: pathlib.Path) -> pathlib.Path:
+    """Writes a small model; returns its folder."""
     params = jax.device_get(models.build(MODEL).params)
     models.save(folder, params, MODEL, models.load_tokenizer(models.pretrained_folder("target")))
     (folder / "chat_template.jinja").write_text(TEMPLATE)
-    program = "import sys; from specjax.cli import main; sys.exit(main())"
-    process = subprocess.Popen(
-        [sys.executable, "-c", program, "serve", "--target", str(folder), *OPTIONS],
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stderr is not None
-    try:
-        line = process.stderr.readline()
-        if " at http" not in line:
-            sys.exit(f"the server did not start: {line}{process.stderr.read()}")
-        yield int(line.rpartition(":")[2].partition("/")[0]), process.pid
-    finally:
-        process.terminate()
-        process.wait()
+    return folder
 
 
 def faults(record: dict[str, Any]) -> list[str]:
@@ -214,8 +196,10 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=32)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as name, server(pathlib.Path(name, "small")) as (port, pid):
-        record = asyncio.run(measure(port, pid, args))
+    with tempfile.TemporaryDirectory() as name:
+        folder = write_model(pathlib.Path(name, "small"))
+        with server(folder, *OPTIONS) as (port, pid):
+            record = asyncio.run(measure(port, pid, args))
     record = {"environment": environment()} | record
     print(json.dumps(record, indent=1))
     save(args.out, record)

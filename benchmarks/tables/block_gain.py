@@ -4,43 +4,37 @@ python -m benchmarks.tables.block_gain benchmarks/results/pair_block_gain.json \
     --readme docs/measurements.md --plot benchmarks/results/pair_block_gain.svg
 """
 
-import argparse
 import json
 import pathlib
 from typing import Any
 
-from benchmarks.tables.publish import publish
+from benchmarks.tables.publish import origin, publish, table, table_parser
 
 BEGIN, END = "<!-- block-gain-table -->", "<!-- /block-gain-table -->"
 
 
 def block_gain_table(result: dict[str, Any]) -> str:
     """Tokens per step by K and temperature, what `generate` counts, and where, as markdown."""
-    inputs, where = result["inputs"], result["environment"]
+    inputs = result["inputs"]
     records = {(x["K"], x["temperature"]): x for x in result["expected"]}
-    temperatures = sorted({t for _, t in records})
+    ks, temperatures = (sorted(set(axis)) for axis in zip(*records, strict=True))
     heads = [f"T = {t:g}: standard | block | gain" for t in temperatures]
     lines = [
         f"Expected tokens per step over {inputs['texts']} texts of {inputs['new_tokens']} tokens, "
         f"each after {inputs['context']} tokens of {inputs['files']} held-out files; ± one "
         "standard error over files.",
         "",
-        f"| K | {' | '.join(heads)} |",
-        "|---" * (1 + 3 * len(temperatures)) + "|",
-    ]
-    for k in sorted({k for k, _ in records}):
-        cells = [_cells(records[k, t]) for t in temperatures]
-        lines.append(f"| {k} | {' | '.join(cells)} |")
-    lines += [
+        *table(
+            f"| K | {' | '.join(heads)} |",
+            ([k, *(_cells(records[k, t]) for t in temperatures)] for k in ks),
+        ),
         "",
-        f"| counted by `generate`, {inputs['counted_texts']} texts | standard | block | gain |",
-        "|---|---|---|---|",
+        *table(
+            f"| counted by `generate`, {inputs['counted_texts']} texts | standard | block | gain |",
+            ((f"K = {x['K']}, T = {x['temperature']:g}", _cells(x)) for x in result["counted"]),
+        ),
     ]
-    for record in result["counted"]:
-        name = f"K = {record['K']}, T = {record['temperature']:g}"
-        lines.append(f"| {name} | {_cells(record)} |")
-    place = f"{where['device']}, {where['cores']} cores, jax {where['jax']}, {where['date'][:10]}"
-    return "\n".join([*lines, "", f"{place}: `{where['command']}`"])
+    return "\n".join([*lines, "", origin(result["environment"])])
 
 
 def _cells(record: dict[str, Any]) -> str:
@@ -89,9 +83,7 @@ def plot(result: dict[str, Any], path: pathlib.Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("json", type=pathlib.Path)
-    parser.add_argument("--readme", type=pathlib.Path, help="the document to put the table into")
+    parser = table_parser(__doc__)
     parser.add_argument("--plot", type=pathlib.Path, help="write the plot there, an SVG")
     args = parser.parse_args()
     result = json.loads(args.json.read_text(encoding="utf-8"))

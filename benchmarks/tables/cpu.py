@@ -9,7 +9,7 @@ import json
 import pathlib
 from typing import Any
 
-from benchmarks.tables.publish import publish
+from benchmarks.tables.publish import publish, table
 
 RESULTS = pathlib.Path(__file__).parents[1] / "results"
 BEGIN, END = "<!-- cpu table: begin -->", "<!-- cpu table: end -->"
@@ -26,8 +26,8 @@ def cpu_table(result: dict[str, Any]) -> str:
     ratios = {entry["name"]: entry["ratio"] for entry in result["ratios"]}
     small, large = inputs["V"]
 
-    def row(call: str, timing: str, ratio: str) -> str:
-        return f"| {call} | {_milliseconds(timings[timing])} | {ratio} |"
+    def row(call: str, timing: str, ratio: str) -> tuple[str, ...]:
+        return call, _milliseconds(timings[timing]), ratio
 
     rows = [
         row("`jax.nn.logsumexp` over the target rows", "logsumexp", ""),
@@ -64,9 +64,7 @@ def cpu_table(result: dict[str, Any]) -> str:
         f"carried: a mean acceptance of {inputs['mean_acceptance']:.2f}, "
         f"{inputs['mean_tokens_per_step']:.2f} tokens per step.",
         "",
-        "| call | ms, median (quartiles) | ratio |",
-        "|---|---|---|",
-        *rows,
+        *table("| call | ms, median (quartiles) | ratio |", rows),
         "",
         f"{where['device']}, {where['cores']} cores, jax {where['jax']}, Python "
         f"{where['python']}, {where['date'][:10]}: `{where['command']}`",

@@ -8,7 +8,7 @@ python -m benchmarks.tables.cutoff benchmarks/results/h200_cutoff.json \
 
 from typing import Any
 
-from benchmarks.tables.publish import is_one_session, publish_from_json
+from benchmarks.tables.publish import is_one_session, origin, publish_from_json, table
 
 BEGIN, END = "<!-- cutoff-table -->", "<!-- /cutoff-table -->"
 
@@ -44,21 +44,18 @@ def cutoff_table(result: dict[str, Any]) -> str:
         more = [f"V = {V}"] * (widest != V) + [dtype] * (dtype != main)
         return ", ".join([f"B = {B}", *more])
 
+    rows = []
+    for name in dict.fromkeys(case["case"] for case in cases):
+        cells = [times.get((name, column)) for column in columns]
+        rows.append((label_of(name), *("" if us is None else f"{us:.1f}" for us in cells)))
     lines = [
         f"{rows_of(cases)}, V = {widest}, {main}, parameters per request; microseconds per call.",
         "",
-        f"| | {' | '.join(map(head, columns))} |",
-        "|---" * (len(columns) + 1) + "|",
+        *table(f"| | {' | '.join(map(head, columns))} |", rows),
     ]
-    for name in dict.fromkeys(case["case"] for case in cases):
-        cells = [times.get((name, column)) for column in columns]
-        shown = ["" if us is None else f"{us:.1f}" for us in cells]
-        lines.append(f"| {label_of(name)} | {' | '.join(shown)} |")
-    where = result["environment"]
-    place = f"{where['device']}, jax {where['jax']}, {where['date'][:10]}: `{where['command']}`"
     own = kernels(column_of(cases[0]), cases)
     rest = [*verification(result), *filters(result), *samplers(result)]
-    return "\n".join([*lines, "", *own, place, *rest])
+    return "\n".join([*lines, "", *own, origin(result["environment"]), *rest])
 
 
 def label_of(name: str) -> str:
@@ -86,13 +83,7 @@ def brief_table(result: dict[str, Any]) -> str:
     peers += "; FlashInfer by its fastest function for that case" if fastest else ""
     heads = [f"B = {size}" for size in sizes]
     heads += [f"FlashInfer, B = {size}" for size in sizes if fastest]
-    lines = [
-        f"{rows_of(cases)}, V = {main['V']}, {main['dtype']}, parameters per request; "
-        f"microseconds per call{peers}.",
-        "",
-        f"| `logit_cutoff` | {' | '.join(heads)} |",
-        "|---" * (len(heads) + 1) + "|",
-    ]
+    rows = []
     for name in dict.fromkeys(case["case"] for case in cases):
         if (name, sizes[0]) in times:
             shown = [f"{times[name, size]:.1f}" for size in sizes]
@@ -102,7 +93,13 @@ def brief_table(result: dict[str, Any]) -> str:
             ]
             found = [fastest.get((name, size)) for size in sizes if fastest]
             shown += ["" if us is None else f"{us:.0f}" for us in found]
-            lines.append(f"| {label_of(name)} | {' | '.join(shown)} |")
+            rows.append((label_of(name), *shown))
+    lines = [
+        f"{rows_of(cases)}, V = {main['V']}, {main['dtype']}, parameters per request; "
+        f"microseconds per call{peers}.",
+        "",
+        *table(f"| `logit_cutoff` | {' | '.join(heads)} |", rows),
+    ]
     where = result["environment"]
     return "\n".join([*lines, "", f"{where['device']}, jax {where['jax']}, {where['date'][:10]}."])
 
@@ -120,27 +117,25 @@ def verification(result: dict[str, Any]) -> list[str]:
     section = result.get("verification")
     if section is None:
         return []
-    cases, where = section["cases"], section["environment"]
+    cases = section["cases"]
     names = dict.fromkeys(
         name for case in cases for name in case["kernels"] if name.endswith("_kernel")
     )
     heads = [name.removesuffix("_kernel") for name in names]
     first = cases[0]
-    lines = [
-        "",
+    head = (
         f"| verification at B = {first['B']}, K = {first['K']}, T = {first['temperature']}, drafts "
-        f"filtered alike | us | {' | '.join(heads)} | temporary arrays, MB |",
-        "|---" * (len(heads) + 3) + "|",
-    ]
+        f"filtered alike | us | {' | '.join(heads)} | temporary arrays, MB |"
+    )
+    rows = []
     for case in cases:
         kernels = [case["kernels"].get(name) for name in names]
         shown = ["" if kernel is None else f"{kernel['us']:.1f}" for kernel in kernels]
-        label = label_of(case["case"])
         total, room = f"{case['median_us']:.1f}", f"{case['temporary_mb']:.1f}"
-        lines.append(f"| {label} | {total} | {' | '.join(shown)} | {room} |")
-    rows = f"All {first['K'] + 1} rows of a request in float32 would be"
-    place = f"{where['device']}, jax {where['jax']}, {where['date'][:10]}: `{where['command']}`"
-    return [*lines, "", f"{rows} {first['float32_rows_mb']:.0f} MB. {place}"]
+        rows.append((label_of(case["case"]), total, *shown, room))
+    whole = f"All {first['K'] + 1} rows of a request in float32 would be"
+    place = f"{first['float32_rows_mb']:.0f} MB. {origin(section['environment'])}"
+    return ["", *table(head, rows), "", f"{whole} {place}"]
 
 
 def filters(result: dict[str, Any]) -> list[str]:
@@ -151,19 +146,18 @@ def filters(result: dict[str, Any]) -> list[str]:
     where = result["vllm"]["environment"]
     sizes = sorted({case["B"] for case in cases})
     times = {(case["case"], case["B"]): case for case in cases}
-    lines = [
-        "",
+    head = (
         f"| {where['vllm'].replace('vllm', 'vLLM')}, top-k and top-p in Triton (of that the "
-        f"float32 copy) | {' | '.join(f'B = {size}' for size in sizes)} |",
-        "|---" * (len(sizes) + 1) + "|",
-    ]
+        f"float32 copy) | {' | '.join(f'B = {size}' for size in sizes)} |"
+    )
+    rows = []
     for name in dict.fromkeys(case["case"] for case in cases):
         found = [times[name, size] for size in sizes]
         shown = [f"{case['median_us']:.0f} ({case['copy_us']:.0f})" for case in found]
-        lines.append(f"| {label_of(name)} | {' | '.join(shown)} |")
+        rows.append((label_of(name), *shown))
     versions = f"torch {where['torch']}, triton {where['triton']}"
     place = f"{where['device']}, {versions}, {where['date'][:10]}: `{where['command']}`"
-    return [*lines, "", place]
+    return ["", *table(head, rows), "", place]
 
 
 def fastest_of(cases: list[dict[str, Any]]) -> dict[tuple[str, int], float]:
@@ -184,20 +178,18 @@ def samplers(result: dict[str, Any]) -> list[str]:
     where = result["flashinfer"]["environment"]
     sizes = sorted({case["B"] for case in cases})
     times = {(case["case"], case["call"], case["B"]): case for case in cases}
-    lines = [
-        "",
+    head = (
         f"| {where['flashinfer'].replace('flashinfer', 'FlashInfer')} (without `softmax` and its "
-        f"float32 copy) | | {' | '.join(f'B = {size}' for size in sizes)} |",
-        "|---" * (len(sizes) + 2) + "|",
-    ]
-    above = None
+        f"float32 copy) | | {' | '.join(f'B = {size}' for size in sizes)} |"
+    )
+    rows, above = [], None
     for name, call in dict.fromkeys((case["case"], case["call"]) for case in cases):
         found = [times.get((name, call, size)) for size in sizes]
         label = "" if name == above else label_of(name)
-        lines.append(f"| {label} | {code(call)} | {' | '.join(map(both_times, found))} |")
+        rows.append((label, code(call), *map(both_times, found)))
         above = name
     place = f"{where['device']}, torch {where['torch']}, {where['date'][:10]}: `{where['command']}`"
-    return [*lines, "", place]
+    return ["", *table(head, rows), "", place]
 
 
 def code(call: str) -> str:
@@ -233,11 +225,11 @@ def kernels(main: Column, cases: list[dict[str, Any]]) -> list[str]:
     names = list(dict.fromkeys(name for kernel in own.values() for name in kernel))
     if not names:
         return []
-    lines = [f"| of that at B = {main[2]} | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"]
-    for label, kernel in own.items():
-        shown = [f"{kernel[name]:.1f}" if name in kernel else "" for name in names]
-        lines.append(f"| {label} | {' | '.join(shown)} |")
-    return [*lines, ""]
+    rows = (
+        (label, *(f"{kernel[name]:.1f}" if name in kernel else "" for name in names))
+        for label, kernel in own.items()
+    )
+    return [*table(f"| of that at B = {main[2]} | {' | '.join(names)} |", rows), ""]
 
 
 if __name__ == "__main__":

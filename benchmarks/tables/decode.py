@@ -5,7 +5,7 @@ python -m benchmarks.tables.decode benchmarks/results/h200_decode.json --readme 
 
 from typing import Any
 
-from benchmarks.tables.publish import publish_from_json
+from benchmarks.tables.publish import origin, publish_from_json, table
 
 BEGIN, END = "<!-- decode-table -->", "<!-- /decode-table -->"
 
@@ -38,11 +38,11 @@ REST = "everything else: lookups, positions, sampling, verification, commit"
 
 def decode_table(result: dict[str, Any]) -> str:
     """Times against the weights' bytes, and where they go, as markdown."""
-    lines = [
+    head = (
         "| | B | ms (quartiles) | ms between steps | times the weights | tokens a step "
-        "| tokens/s of a request | launches |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
+        "| tokens/s of a request | launches |"
+    )
+    rows = []
     cases = [(case, section["read_ms"]) for section in result.values() for case in section["cases"]]
     for case, read_ms in cases:
         floor = floor_ms(case["case"], read_ms)
@@ -51,20 +51,18 @@ def decode_table(result: dict[str, Any]) -> str:
             rate = [f"{case['tokens_per_step']:.2f}", f"{case['tokens_per_s']:.0f}"]
         cells = [
             case["case"],
-            str(case["B"]),
+            case["B"],
             f"{case['median_ms']:.3f} ({' to '.join(f'{x:.3f}' for x in case['quartiles_ms'])})",
             f"{case['profile']['between']['median_us'] / 1e3:.3f}",
             f"{case['median_ms'] / floor:.2f}",
             *rate,
             f"{case['profile']['num_events']:.0f}",
         ]
-        lines.append(f"| {' | '.join(cells)} |")
-    where = [(name, section["environment"]) for name, section in result.items()]
-    places = [
-        f"{name}: {x['device']}, jax {x['jax']}, {x['date'][:10]}: `{x['command']}`"
-        for name, x in where
-    ]
-    return "\n".join([*lines, "", *profiles([case for case, _ in cases]), "", "\n\n".join(places)])
+        rows.append(cells)
+    places = [f"{name}: {origin(section['environment'])}" for name, section in result.items()]
+    kinds, kind_cells = kind_rows([case for case, _ in cases])
+    profiles = table(f"| | {kinds} |", kind_cells)
+    return "\n".join([*table(head, rows), "", *profiles, "", "\n\n".join(places)])
 
 
 def floor_ms(case: str, read_ms: dict[str, float]) -> float:
@@ -75,17 +73,16 @@ def floor_ms(case: str, read_ms: dict[str, float]) -> float:
     return read_ms["target"] + drafts * read_ms["draft"]
 
 
-def profiles(cases: list[dict[str, Any]]) -> list[str]:
-    """Milliseconds of each case by what its kernels do, under the profiler."""
+def kind_rows(cases: list[dict[str, Any]]) -> tuple[str, list[list[str]]]:
+    """Names of the cases, and rows of their milliseconds by what their kernels do; last of all."""
     columns = [shares(case["profile"]) for case in cases]
-    kinds = [*dict.fromkeys(KINDS.values()), REST]
-    head = [f"{case['case']}, B = {case['B']}" for case in cases]
-    lines = [f"| | {' | '.join(head)} |", "|---" * (len(head) + 1) + "|"]
-    for kind in kinds:
-        shown = [f"{column[kind]:.3f}" if column.get(kind) else "" for column in columns]
-        lines.append(f"| {kind} | {' | '.join(shown)} |")
+    rows = [
+        [kind, *(f"{column[kind]:.3f}" if kind in column else "" for column in columns)]
+        for kind in [*dict.fromkeys(KINDS.values()), REST]
+    ]
     total = [f"{case['profile']['kernels_us'] / 1e3:.3f}" for case in cases]
-    return [*lines, f"| all kernels | {' | '.join(total)} |"]
+    names = " | ".join(f"{case['case']}, B = {case['B']}" for case in cases)
+    return names, [*rows, ["all kernels", *total]]
 
 
 def shares(profile: dict[str, Any]) -> dict[str, float]:

@@ -4,13 +4,12 @@ python -m benchmarks.tables.gpu benchmarks/results/h200.json --readme docs/speed
     --plot benchmarks/results/h200.png --more docs/measurements.md
 """
 
-import argparse
 import json
 import os
 import pathlib
 from typing import Any
 
-from benchmarks.tables.publish import is_one_session, publish
+from benchmarks.tables.publish import is_one_session, origin, publish, table, table_parser
 
 BEGIN, END = "<!-- gpu-table -->", "<!-- /gpu-table -->"
 MORE_BEGIN, MORE_END = "<!-- gpu-more-table -->", "<!-- /gpu-more-table -->"
@@ -89,12 +88,12 @@ def gpu_table(result: dict[str, Any]) -> str:
     lines: list[str] = []
     for rows in ROWS_OF:
         for size in sorted(sizes, key=lambda size: (size != first, size)):
-            table = _rows_table(main, peer, rows, size)
-            lines += [*([""] if lines and table else []), *table]
-    origin = _origin(main["environment"], peer)
+            part = _rows_table(main, peer, rows, size)
+            lines += [*([""] if lines and part else []), *part]
+    place = _origin_of_both(main["environment"], peer)
     if xla:
-        origin += f"; plain XLA: {_origin(xla['environment'], None)}"
-    return "\n".join([*lines, "", origin])
+        place += f"; plain XLA: {origin(xla['environment'])}"
+    return "\n".join([*lines, "", place])
 
 
 def _rows_table(
@@ -107,23 +106,22 @@ def _rows_table(
         return []
     dtype = next(iter(ours.values()))["dtype"]
     peers = ", in brackets those of vLLM's function in that session" if peer else ""
-    lines = [
-        f"K = {size[0]}, V = {size[1]}, {dtype} logits, {ROWS_OF[rows]}, "
-        f"statistics carried{_accepted(ours, batches)}. Microseconds per call{peers}.",
-        "",
-        f"| | {' | '.join(f'B = {b}' for b in batches)} |",
-        "|---" * (len(batches) + 1) + "|",
-    ]
+    found = []
     for label, case, other in ROWS:
         cells = [_cell(ours.get((case, b)), theirs.get((other, b))) for b in batches]
         if any(cells):
-            lines.append(f"| {label} | {' | '.join(cells)} |")
+            found.append((label, *cells))
     rate = main["bytes_per_us"] / 1e6
     for label, case in FLOORS:
         if all((case, b) in ours for b in batches):
-            floors = " | ".join(f"{ours[case, b]['floor_us']:.1f}" for b in batches)
-            lines.append(f"| bytes of the rows that decide, {label}, at {rate:g} TB/s | {floors} |")
-    return lines
+            floors = [f"{ours[case, b]['floor_us']:.1f}" for b in batches]
+            found.append((f"bytes of the rows that decide, {label}, at {rate:g} TB/s", *floors))
+    return [
+        f"K = {size[0]}, V = {size[1]}, {dtype} logits, {ROWS_OF[rows]}, "
+        f"statistics carried{_accepted(ours, batches)}. Microseconds per call{peers}.",
+        "",
+        *table(f"| | {' | '.join(f'B = {b}' for b in batches)} |", found),
+    ]
 
 
 def more_table(result: dict[str, Any]) -> str:
@@ -135,14 +133,11 @@ def more_table(result: dict[str, Any]) -> str:
     for record in records:
         place = tuple(record[axis] for axis in ("B", "K", "V", "dtype"))
         found.setdefault(place, {})[record["case"]] = f"{record['median_us']:.1f}"
-    lines = [
+    lines = table(
         f"| B | K | V | dtype | {' | '.join(LABELS.get(name, name) for name in names)} |",
-        "|---" * (len(names) + 4) + "|",
-    ]
-    for place, cells in found.items():
-        row = [*map(str, place), *(cells.get(name, "") for name in names)]
-        lines.append(f"| {' | '.join(row)} |")
-    return "\n".join([*lines, "", _origin(section["environment"], None)])
+        ((*place, *(cells.get(name, "") for name in names)) for place, cells in found.items()),
+    )
+    return "\n".join([*lines, "", origin(section["environment"])])
 
 
 def _accepted(ours: Timings, sizes: list[int]) -> str:
@@ -167,13 +162,12 @@ def _cell(ours: dict[str, Any] | None, theirs: dict[str, Any] | None) -> str:
     )
 
 
-def _origin(where: dict[str, Any], peer: dict[str, Any] | None) -> str:
-    text = f"{where['device']}, jax {where['jax']}, {where['date'][:10]}: `{where['command']}`"
+def _origin_of_both(where: dict[str, Any], peer: dict[str, Any] | None) -> str:
     if peer is None:
-        return text
+        return origin(where)
     other = peer["environment"]
     return (
-        f"{text}; {other['vllm']}, torch {other['torch']}, triton {other['triton']}: "
+        f"{origin(where)}; {other['vllm']}, torch {other['torch']}, triton {other['triton']}: "
         f"`{other['command']}`"
     )
 
@@ -218,9 +212,7 @@ def plot(result: dict[str, Any], path: pathlib.Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("json", type=pathlib.Path)
-    parser.add_argument("--readme", type=pathlib.Path, help="the document to put the table into")
+    parser = table_parser(__doc__)
     parser.add_argument("--plot", type=pathlib.Path, help="write the plot there")
     parser.add_argument("--more", type=pathlib.Path, help="the document for other sizes' table")
     args = parser.parse_args()

@@ -5,8 +5,8 @@ python -m benchmarks.tables.heads benchmarks/results/h200_heads.json --readme do
 
 from typing import Any
 
-from benchmarks.tables.decode import KINDS, REST, shares
-from benchmarks.tables.publish import publish_from_json
+from benchmarks.tables.decode import kind_rows
+from benchmarks.tables.publish import origin, publish_from_json, table
 
 BEGIN, END = "<!-- heads-table -->", "<!-- /heads-table -->"
 
@@ -18,11 +18,11 @@ def heads_table(result: dict[str, Any]) -> str:
 
 def _steps(name: str, section: dict[str, Any]) -> str:
     """A line for each case, under the head's name."""
-    lines = [
+    head = (
         f"| {name} | B | ms (quartiles) | ms to read the weights | times that "
-        "| tokens a step | tokens/s of a request | launches |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
+        "| tokens a step | tokens/s of a request | launches |"
+    )
+    rows = []
     for case in section["cases"]:
         quartiles = " to ".join(f"{x:.3f}" for x in case["quartiles_ms"])
         rate = ["", ""]
@@ -30,32 +30,22 @@ def _steps(name: str, section: dict[str, Any]) -> str:
             rate = [f"{case['length']:.1f}", f"{case['tokens_per_s']:.0f}"]
         cells = [
             case["case"],
-            str(case["B"]),
+            case["B"],
             f"{case['median_ms']:.3f} ({quartiles})",
             f"{case['read_ms']:.2f}",
             f"{case['median_ms'] / case['read_ms']:.2f}",
             *rate,
             f"{case['profile']['num_events']:.0f}",
         ]
-        lines.append(f"| {' | '.join(cells)} |")
-    where = section["environment"]
-    place = f"{where['device']}, jax {where['jax']}, {where['date'][:10]}: `{where['command']}`"
-    return "\n".join([*lines, "", place])
+        rows.append(cells)
+    return "\n".join([*table(head, rows), "", origin(section["environment"])])
 
 
 def _profiles(section: dict[str, Any]) -> str:
     """Milliseconds of each case by what its kernels do, and to read the weights alone."""
-    cases = section["cases"]
-    columns = [shares(case["profile"]) for case in cases]
-    head = [f"{case['case']}, B = {case['B']}" for case in cases]
-    lines = [f"| ms | {' | '.join(head)} |", "|---" * (len(head) + 1) + "|"]
-    for kind in [*dict.fromkeys(KINDS.values()), REST]:
-        shown = [f"{column[kind]:.3f}" if kind in column else "" for column in columns]
-        lines.append(f"| {kind} | {' | '.join(shown)} |")
-    total = [f"{case['profile']['kernels_us'] / 1e3:.3f}" for case in cases]
-    read = [f"{case['read_ms']:.3f}" for case in cases]
-    lines.append(f"| all kernels | {' | '.join(total)} |")
-    return "\n".join([*lines, f"| the weights' bytes | {' | '.join(read)} |"])
+    head, rows = kind_rows(section["cases"])
+    read = [f"{case['read_ms']:.3f}" for case in section["cases"]]
+    return "\n".join(table(f"| ms | {head} |", [*rows, ["the weights' bytes", *read]]))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from typing import Any
 
 from benchmarks.gpu.decode import DRAFT, TARGET, K
 from benchmarks.gpu.mesh import LARGE
-from benchmarks.tables.publish import publish_from_json
+from benchmarks.tables.publish import publish_from_json, table
 from specjax.models import TransformerConfig
 
 BEGIN, END = "<!-- mesh-table -->", "<!-- /mesh-table -->"
@@ -64,20 +64,18 @@ def measured(result: dict[str, Any]) -> list[str]:
             (result["large"]["cases"], 2),
         )
     )
-    lines = [
-        "| | B | one GPU, ms | two GPUs, ms | times as fast | of it sums | cost model, ms |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    rows = []
     for (name, batch), case in two.items():
         whole, split = one[name.split(",")[0], batch]["median_ms"], case["median_ms"]
         cells = [name, batch, f"{whole:.2f}", f"{split:.2f}", f"{whole / split:.2f}"]
         cells += [f"{case['profile']['collectives_us'] / 1e3:.2f}", f"{model_ms(name):.2f}"]
-        lines.append(f"| {' | '.join(map(str, cells))} |")
+        rows.append(cells)
     for (name, batch), case in large.items():
         ms, sums = case["median_ms"], case["profile"]["collectives_us"] / 1e3
-        cells = [f"70B: {name.removeprefix('large, ')}", str(batch), "", f"{ms:.2f}", ""]
-        lines.append(f"| {' | '.join(cells)} | {sums:.2f} | {step_ms(LARGE, 2):.2f} |")
-    return lines
+        cells = [f"70B: {name.removeprefix('large, ')}", batch, "", f"{ms:.2f}", ""]
+        rows.append([*cells, f"{sums:.2f}", f"{step_ms(LARGE, 2):.2f}"])
+    head = "| | B | one GPU, ms | two GPUs, ms | times as fast | of it sums | cost model, ms |"
+    return table(head, rows)
 
 
 def model_ms(name: str) -> float:
@@ -89,8 +87,7 @@ def model_ms(name: str) -> float:
 
 def predicted() -> list[str]:
     """Lines of what the model says of more GPUs."""
-    head = ["GB of weights", *(f"{n} GPUs" for n in (2, 4, 8))]
-    lines = [f"| plain step, ms | {' | '.join(head)} | of it sums |", "|---|---|---|---|---|---|"]
+    rows = []
     for name, config in {"8B": TARGET, "70B": LARGE, "405B": LARGEST}.items():
         size = weight_bytes(config) / 1e9
         cells = [name, f"{size:.0f}"]
@@ -99,8 +96,9 @@ def predicted() -> list[str]:
             low, high = (step_ms(config, devices, sum_us) for sum_us in (SUM, 2 * SUM))
             cells.append(f"{low:.1f} to {high:.1f}" if fits else "too large")
         sums = (2 * config.num_hidden_layers + 1) * SUM / 1e3
-        lines.append(f"| {' | '.join(cells)} | {sums:.1f} to {2 * sums:.1f} |")
-    return lines
+        rows.append([*cells, f"{sums:.1f} to {2 * sums:.1f}"])
+    head = "| plain step, ms | GB of weights | 2 GPUs | 4 GPUs | 8 GPUs | of it sums |"
+    return table(head, rows)
 
 
 if __name__ == "__main__":

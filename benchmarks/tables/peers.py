@@ -5,7 +5,7 @@ python -m benchmarks.tables.peers benchmarks/results/peers.json --readme docs/pe
 
 from typing import Any
 
-from benchmarks.tables.publish import publish_from_json
+from benchmarks.tables.publish import publish_from_json, table
 
 BEGIN, END = "<!-- peers-table -->", "<!-- /peers-table -->"
 
@@ -44,7 +44,7 @@ def variation(case: dict[str, Any], what: str) -> str:
 
 def summary(result: dict[str, Any]) -> list[str]:
     """A line per peer: the largest total variation of a first token in each column."""
-    lines = [f"| | {' | '.join(COLUMNS)} |", f"|---|{'---|' * len(COLUMNS)}"]
+    rows = []
     for peer, section in result.items():
         found: dict[str, list[float]] = {}
         for case in section["cases"]:
@@ -53,9 +53,8 @@ def summary(result: dict[str, Any]) -> list[str]:
             ):
                 worst = 0.0 if is_exact(case) else case["first_token"]
                 found.setdefault(column_of(case["case"]), []).append(worst)
-        cells = [largest(found.get(column)) for column in COLUMNS]
-        lines.append(f"| {peer} | {' | '.join(cells)} |")
-    return lines
+        rows.append((peer, *(largest(found.get(column)) for column in COLUMNS)))
+    return table(f"| | {' | '.join(COLUMNS)} |", rows)
 
 
 def largest(values: list[float] | None) -> str:
@@ -84,22 +83,19 @@ def peer_table(peer: str, section: dict[str, Any]) -> list[str]:
     """The cases of a peer, and where they were measured."""
     cases = section["cases"]
     at_two = {case["case"]: case for case in cases if case["rows"] == "smallest"}
-    lines = [
-        f"**{peer}**: {section['version']}",
-        "",
-        "| drafts and request | TV, first token | TV, step | tokens per step | V = 2: P(0) |",
-        "|---|---|---|---|---|",
-    ]
+    head = "| drafts and request | TV, first token | TV, step | tokens per step | V = 2: P(0) |"
+    rows = []
     for case in cases:
         if case["rows"] == "smallest":
             continue
         tokens = f"{case['tokens_per_step']:.2f}" if "tokens_per_step" in case else ""
         cells = [title(case), variation(case, "first_token"), variation(case, "step"), tokens]
-        lines.append(f"| {' | '.join([*cells, smallest(at_two.get(case['case']))])} |")
+        rows.append((*cells, smallest(at_two.get(case["case"]))))
     counts = sorted({case["samples"] for case in cases if "samples" in case})
     how = "enumerated" if not counts else f"{min(counts):,} samples of a case or more"
     calls = ", ".join(dict.fromkeys(f"`{case['call']}`" for case in cases))
     where = f"{section['device']}, {section['date']}: `{section['command']}`"
+    lines = [f"**{peer}**: {section['version']}", "", *table(head, rows)]
     return [*lines, "", f"{calls}; {how}. {where}"]
 
 
@@ -111,9 +107,5 @@ def peers_table(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
-    publish_from_json(__doc__, peers_table, BEGIN, END)
-
-
 if __name__ == "__main__":
-    main()
+    publish_from_json(__doc__, peers_table, BEGIN, END)

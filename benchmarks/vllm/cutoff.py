@@ -4,16 +4,15 @@ python -m benchmarks.vllm.cutoff --vllm UNPACKED_WHEEL --out benchmarks/results/
 """
 
 import argparse
-import json
 import math
 import pathlib
-import shlex
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
+from benchmarks.record import save
 from benchmarks.vllm.files import load_filters
 from benchmarks.vllm.verify import ROTATING_BYTES, time_calls, where
 
@@ -104,8 +103,7 @@ def main() -> None:
     if not torch.cuda.is_available():
         sys.exit("torch sees no GPU here, and Triton's interpreter does not run vLLM's filters.")
     function, source = load_filters(args.vllm)
-    command = shlex.join(["python", "-m", "benchmarks.vllm.cutoff", *sys.argv[1:]])
-    section: dict[str, Any] = {"environment": where(source, command), "cases": []}
+    section: dict[str, Any] = {"environment": where(source), "cases": []}
     for b in (64, 8):
         for record in measure(function, b, V):
             section["cases"].append(record)
@@ -114,9 +112,7 @@ def main() -> None:
                 f"copy {record['copy_us']:.2f}",
                 flush=True,
             )
-    if args.out:
-        there = json.loads(args.out.read_text()) if args.out.exists() else {}
-        args.out.write_text(json.dumps(there | {"vllm": section}, indent=1) + "\n")
+    save(args.out, {"vllm": section})
 
 
 if __name__ == "__main__":

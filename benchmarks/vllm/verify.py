@@ -10,7 +10,6 @@ import json
 import math
 import pathlib
 import platform
-import shlex
 import subprocess
 import sys
 import time
@@ -20,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
+from benchmarks.record import command, save
 from benchmarks.spread import spread
 from benchmarks.vllm.files import Functions, load
 
@@ -212,7 +212,7 @@ def measure(
         yield {"case": name, **shape, "temperature": 0.7, **figures}
 
 
-def where(source: str, command: str) -> dict[str, Any]:
+def where(source: str) -> dict[str, Any]:
     """Birthplace of figures."""
     return {
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
@@ -221,7 +221,7 @@ def where(source: str, command: str) -> dict[str, Any]:
         "triton": triton.__version__,
         "vllm": source,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": command,
+        "command": command(),
     }
 
 
@@ -259,8 +259,7 @@ def main() -> None:
         for record in measure(functions, *work[args.part], args.smoke):
             print(json.dumps(record), flush=True)
         return
-    command = shlex.join(["python", "-m", "benchmarks.vllm.verify", *sys.argv[1:]])
-    section: dict[str, Any] = {"environment": where(functions.source, command), "cases": []}
+    section: dict[str, Any] = {"environment": where(functions.source), "cases": []}
     failed = []
     for number in range(len(work)):
         try:
@@ -274,10 +273,7 @@ def main() -> None:
                 )
         except RuntimeError as error:
             failed.append(str(error))
-        if args.out and not args.smoke:
-            there = json.loads(args.out.read_text()) if args.out.exists() else {}
-            args.out.parent.mkdir(parents=True, exist_ok=True)
-            args.out.write_text(json.dumps(there | {"vllm": section}, indent=1) + "\n")
+        save(None if args.smoke else args.out, {"vllm": section})
     if failed:
         sys.exit("; ".join(failed))
 

@@ -330,32 +330,24 @@ def parse_options(argv: list[str] | None) -> tuple[argparse.Namespace, Speculati
         if heading != command.file_group:
             check_limits(options, table)
     check_mesh_options(options)
-    if options.command == "serve":
-        check_serve_options(options)
-        return options, make_config(options)
     if options.command == "sweep":
         return options, _parse_sweep_options(options)
+    if options.command == "serve":
+        check_serve_options(options)
+    else:
+        _check_text_options(options)
+        if options.command == "generate":
+            _check_generate_options(options)
+        _check_draft_options(options)
+    return options, make_config(options)
+
+
+def _check_text_options(options: argparse.Namespace) -> None:
+    """Sets defaults of `generate` and `chat`, and refuses options that contradict one another."""
     options.from_generation_config, options.default_names = {}, []
     if options.temperature is None:
         options.temperature, options.default_names = _DEFAULT_TEMPERATURE, ["temperature"]
     options.stop = check_stop(options.stop, "--stop")
-    _check_end_options(options)
-    if options.command == "chat":
-        _check_draft_options(options)
-        return options, make_config(options)
-    if options.quiet and not options.json and (options.compare or options.logprobs is not None):
-        option = "--compare" if options.compare else "--logprobs"
-        raise ValueError(f"--quiet prints the text alone, and {option} asks for more; give one.")
-    check_process_options(options)
-    _check_batch_options(options)
-    _check_draft_options(options)
-    if options.prompt and options.prompt_file is not None:
-        raise ValueError("a prompt and --prompt-file are given; give one of them.")
-    return options, make_config(options)
-
-
-def _check_end_options(options: argparse.Namespace) -> None:
-    """Refuses ends of texts and variables of templates that contradict other options."""
     given = _list_options(options, "min_tokens", "ignore_eos")
     if options.json_schema is not None and given:
         raise ValueError(
@@ -397,8 +389,12 @@ def _list_options(options: argparse.Namespace, *names: str) -> list[str]:
     ]
 
 
-def _check_batch_options(options: argparse.Namespace) -> None:
-    """Raises `ValueError` for options that do not fit together."""
+def _check_generate_options(options: argparse.Namespace) -> None:
+    """Raises `ValueError` for options of `generate` that do not fit together."""
+    if options.quiet and not options.json and (options.compare or options.logprobs is not None):
+        option = "--compare" if options.compare else "--logprobs"
+        raise ValueError(f"--quiet prints the text alone, and {option} asks for more; give one.")
+    check_process_options(options)
     if (options.input is None) != (options.output is None):
         option, partner = ("input", "output") if options.output is None else ("output", "input")
         raise ValueError(f"--{option} is given without --{partner}; a file of prompts needs both.")
@@ -408,6 +404,8 @@ def _check_batch_options(options: argparse.Namespace) -> None:
         )
         if names:
             raise ValueError(f"{names[0]} is given without --input, a file of prompts.")
+        if options.prompt and options.prompt_file is not None:
+            raise ValueError("a prompt and --prompt-file are given; give one of them.")
         return
     inputs = ["a prompt"] if options.prompt else []
     inputs += _list_options(options, "prompt_file", "compare", "json")

@@ -80,24 +80,19 @@ def shard_config(config: TransformerConfig, num_shares: int) -> TransformerConfi
         other.
     """
     heads, groups = config.num_attention_heads, config.num_key_value_heads
-    if heads % num_shares:
-        raise ValueError(
-            f"num_attention_heads is {heads}, and the mesh's axis 'model' has {num_shares} "
-            "devices, which do not divide it; take a number of devices that does, or load the "
-            "model with replicate=True (--replicate-draft, for a draft)."
-        )
+    for name in ("num_attention_heads", "intermediate_size"):
+        if getattr(config, name) % num_shares:
+            raise ValueError(
+                f"{name} is {getattr(config, name)}, and the mesh's axis 'model' has {num_shares} "
+                "devices, which do not divide it; take a number of devices that does, or load the "
+                "model with replicate=True (--replicate-draft, for a draft)."
+            )
     if groups % num_shares and num_shares % groups:
         raise ValueError(
             f"num_key_value_heads is {groups}, and the mesh's axis 'model' has {num_shares} "
             "devices; one of the two needs to divide the other: then heads are split, or each is "
             "replicated on the devices that share it. Take another mesh, or load the model with "
             "replicate=True (--replicate-draft, for a draft)."
-        )
-    if config.intermediate_size % num_shares:
-        raise ValueError(
-            f"intermediate_size is {config.intermediate_size}, and the mesh's axis 'model' has "
-            f"{num_shares} devices, which do not divide it; take a number of devices that does, or "
-            "load the model with replicate=True (--replicate-draft, for a draft)."
         )
     # Whole blocks of noise, so that no block is on two devices, as the kernels need.
     num_blocks = -(-config.vocab_size // (num_shares * SAMPLING_BLOCK))

@@ -7,11 +7,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 
 from specjax.models.decoder.attention import AttentionBackend
 from specjax.models.decoder.config import TransformerConfig
-from specjax.models.decoder.transformer import model_graph
+from specjax.models.decoder.transformer import merge_model
 
 __all__ = ["causal_hidden", "causal_taps"]
 
@@ -39,7 +38,7 @@ def causal_hidden(
       >>> causal_hidden(config, build(config).params, jnp.array([[5, 6, 7]])).shape
       (1, 3, 16)
     """
-    return nnx.merge(model_graph(config), nnx.State(params)).causal(token_ids, implementation)[0]
+    return merge_model(config, params).causal(token_ids, implementation)[0]
 
 
 def causal_taps(
@@ -64,6 +63,5 @@ def causal_taps(
       >>> causal_taps(config, build(config).params, jnp.array([[5, 6, 7]]), (0, 1))[1].shape
       (1, 3, 32)
     """
-    model = nnx.merge(model_graph(config), nnx.State(params))
-    hidden, states = model.causal(token_ids, implementation, taps)
+    hidden, states = merge_model(config, params).causal(token_ids, implementation, taps)
     return hidden, jnp.concatenate(states, axis=-1)

@@ -333,7 +333,7 @@ def attention(
     parts = qkv.parts.reshape(*qkv.parts.shape[:3], -1, keys.shape[3])
     tiling = kv_tiling(parts.shape[2:4], positions.shape, cache, choice)
     if tiling is None:
-        assert weights == QKVWeights()
+        assert all(part is None for part in weights)
         squares = None if qkv.squares is None else qkv.squares[:, :, None]
         heads = PartialProduct(parts, squares).reduce(norm).astype(keys.dtype)
         tokens, padded = positions.shape[1], heads.shape[1]

@@ -24,7 +24,7 @@ __all__ = [
     "Transformer",
     "build",
     "functions",
-    "model_graph",
+    "merge_model",
     "param_shapes",
     "tap_function",
 ]
@@ -149,14 +149,18 @@ def _split(config: TransformerConfig, axis_name: str | None = None) -> tuple[Any
     return nnx.split(nnx.eval_shape(lambda: Transformer(config, None, axis_name)))
 
 
-def model_graph(config: TransformerConfig, axis_name: str | None = None) -> Any:
-    """Returns the graph of a decoder, for `nnx.merge` with its parameters.
+def merge_model(
+    config: TransformerConfig, params: Any, axis_name: str | None = None
+) -> Transformer:
+    """Returns the decoder with these parameters.
 
     Args:
       config: sizes and constants.
+      params: as in `Model.params`.
       axis_name: as in `Transformer`.
     """
-    return _split(config, axis_name)[0]
+    model: Transformer = nnx.merge(_split(config, axis_name)[0], nnx.State(params))
+    return model
 
 
 def param_shapes(config: TransformerConfig) -> Any:
@@ -199,12 +203,11 @@ def functions(
     def apply(
         params: Any, token_ids: jax.Array, positions: jax.Array, cache: Any
     ) -> tuple[jax.Array, Any]:
-        model = nnx.merge(model_graph(config, axis_name), nnx.State(params))
+        model = merge_model(config, params, axis_name)
         return model(token_ids, positions, cache, implementation)
 
     def logits(params: Any, hidden: jax.Array) -> jax.Array:
-        model = nnx.merge(model_graph(config, axis_name), nnx.State(params))
-        return model.logits(hidden, implementation)
+        return merge_model(config, params, axis_name).logits(hidden, implementation)
 
     return init_cache, apply, logits
 
@@ -236,7 +239,7 @@ def tap_function(
                 f"taps are {list(taps)}; each needs to be a number of layers from 0, the "
                 f"embeddings, to {config.num_hidden_layers}, all layers of this model."
             )
-        model = nnx.merge(model_graph(config, axis_name), nnx.State(params))
+        model = merge_model(config, params, axis_name)
         operands = (token_ids, positions, cache, implementation)
         hidden, states, cache = run_decoder(model, *operands, taps)
         return hidden, jnp.concatenate(states, axis=-1), cache

@@ -62,6 +62,7 @@ class _Family(NamedTuple):
     """Properties of a `model_type` that are not in its `config.json`.
 
     Attributes:
+      architecture: its class in transformers.
       defaults: values of absent fields in transformers, where they differ from Llama's.
       implied: fields of `TransformerConfig` that the architecture fixes.
       extra_fields: fields read for this family and refused for others.
@@ -70,6 +71,7 @@ class _Family(NamedTuple):
       local_rope: whether layers with a window have other rotary frequencies.
     """
 
+    architecture: str
     defaults: _Fields
     implied: _Fields
     extra_fields: tuple[str, ...] = ()
@@ -105,8 +107,10 @@ _GEMMA_IMPLIED = {"sandwich_norms": True, "norm_offset": 1.0}
 _WINDOW_FIELDS = ("sliding_window", "layer_types")
 _WINDOW_SWITCH = "use_sliding_window"
 _BIAS = "attention_bias"
+_QWEN_FIELDS = (*_WINDOW_FIELDS, _WINDOW_SWITCH, _BIAS)
 _SCALE_FIELDS = ("query_pre_attn_scalar", "final_logit_softcapping")
 _MISTRAL = _Family(
+    "MistralForCausalLM",
     {
         "use_sliding_window": True,
         "sliding_window": 4096,
@@ -116,24 +120,27 @@ _MISTRAL = _Family(
     {},
     extra_fields=_WINDOW_FIELDS,
 )
+# In order of preference: the first family that supports a configuration writes it.
 _FAMILIES = {
-    "llama": _Family({}, {}, extra_fields=(_BIAS,)),
+    "llama": _Family("LlamaForCausalLM", {}, {}, extra_fields=(_BIAS,)),
     # In transformers, a Ministral is a Mistral with `layer_types`; neither has biases.
     "mistral": _MISTRAL,
-    "ministral": _MISTRAL,
+    "ministral": _MISTRAL._replace(architecture="MinistralForCausalLM"),
     "qwen2": _Family(
-        _QWEN, {"qkv_bias": True, "out_bias": False}, (*_WINDOW_FIELDS, _WINDOW_SWITCH, _BIAS)
+        "Qwen2ForCausalLM", _QWEN, {"qkv_bias": True, "out_bias": False}, _QWEN_FIELDS
     ),
     "qwen3": _Family(
-        _QWEN | {"head_dim": 128}, {"qk_norm": True}, (*_WINDOW_FIELDS, _WINDOW_SWITCH, _BIAS)
+        "Qwen3ForCausalLM", _QWEN | {"head_dim": 128}, {"qk_norm": True}, _QWEN_FIELDS
     ),
     "gemma2": _Family(
+        "Gemma2ForCausalLM",
         _GEMMA_2,
         _GEMMA_IMPLIED,
         extra_fields=(*_WINDOW_FIELDS, *_SCALE_FIELDS, _BIAS, "attn_logit_softcapping"),
         is_gemma=True,
     ),
     "gemma3_text": _Family(
+        "Gemma3ForCausalLM",
         _GEMMA_3,
         _GEMMA_IMPLIED | {"qk_norm": True},
         extra_fields=(
@@ -152,17 +159,6 @@ _OUTER_FIELDS = (
     *("architectures", "bos_token_id", "eos_token_id", "dtype", "torch_dtype"),
     *("tie_word_embeddings", "quantization_config"),
 )
-
-# In order of preference: the first family that supports a configuration writes it.
-_ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "ministral": "MinistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "gemma2": "Gemma2ForCausalLM",
-    "gemma3_text": "Gemma3ForCausalLM",
-}
 _WRITTEN_FIELDS = (*_COPIED_FIELDS, "num_key_value_heads", "head_dim", "rope_theta")
 
 
@@ -392,8 +388,8 @@ def write_fields(config: TransformerConfig) -> dict[str, Any]:
       >>> write_fields(TransformerConfig(64, 16, 32, 2, 4, 2, 4, qk_norm=True))["model_type"]
       'qwen3'
     """
-    for kind, architecture in _ARCHITECTURES.items():
-        fields = _llama_fields(config) | {"architectures": [architecture], "model_type": kind}
+    for kind in _FAMILIES:
+        fields = _llama_fields(config, kind)
         if kind != "llama":
             fields |= _other_fields(config)
         if kind == "mistral":
@@ -406,15 +402,15 @@ def write_fields(config: TransformerConfig) -> dict[str, Any]:
             continue
     raise ValueError(
         "no supported family has this combination of features; it needs to be one that "
-        f"{' or '.join(_ARCHITECTURES)} has."
+        f"{' or '.join(_FAMILIES)} has."
     )
 
 
-def _llama_fields(config: TransformerConfig) -> dict[str, Any]:
+def _llama_fields(config: TransformerConfig, kind: str) -> dict[str, Any]:
     eos = list(config.eos_token_ids)
     return {name: getattr(config, name) for name in _WRITTEN_FIELDS} | {
-        "architectures": [],
-        "model_type": "",
+        "architectures": [_FAMILIES[kind].architecture],
+        "model_type": kind,
         "attention_bias": config.out_bias,
         "hidden_act": config.hidden_act,
         "mlp_bias": False,
