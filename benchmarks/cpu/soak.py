@@ -164,11 +164,16 @@ def make_engine(num_slots: int, faults: Faults) -> specjax.Engine:
 
 
 def before_programs(engine: specjax.Engine, call: Callable[[str, Any], None]) -> None:
-    """Has an engine call `call(name, operands)` before each program that it dispatches."""
+    """Has an engine call `call(name, operands)` before each program that it dispatches.
+
+    A chunk of a batch of prompts has the name "prefill_batch".
+    """
 
     def wrapped(name: str, program: Any) -> Any:
         def run(*operands: Any, **options: Any) -> Any:
-            call(name, operands)
+            # One program reads chunks of a prompt and of a batch of prompts.
+            is_batch = name == "prefill_chunk" and len(operands[1]) > 1
+            call("prefill_batch" if is_batch else name, operands)
             return program(*operands, **options)
 
         return run
