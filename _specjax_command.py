@@ -5,8 +5,6 @@ import os
 import signal
 from typing import NoReturn
 
-__all__ = ["main"]
-
 
 def _exit_on_interrupt(*_: object) -> NoReturn:
     os._exit(130)

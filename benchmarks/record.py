@@ -16,8 +16,6 @@ import subprocess
 import sys
 from typing import Any
 
-__all__ = ["command", "cpu_name", "driver", "environment", "gpu_parser", "parse_on_gpu", "save"]
-
 
 def gpu_parser(doc: str) -> argparse.ArgumentParser:
     """Returns a parser of `--out` and `--smoke`; the first line of `doc` describes the program."""

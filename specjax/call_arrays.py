@@ -6,15 +6,6 @@ import jax
 
 from specjax.types import Draft, RaggedDraft
 
-__all__ = [
-    "FlatBatch",
-    "SampleArrays",
-    "TreeArrays",
-    "VerifyInputs",
-    "cumulative_counts",
-    "flatten",
-]
-
 
 class SampleArrays(NamedTuple):
     """Arrays of `gumbel_sample`, or in a kernel the references to them.

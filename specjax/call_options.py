@@ -12,8 +12,6 @@ from specjax.devices.placement import Placement
 from specjax.devices.vocabulary_split import VocabularySplit, axis_of
 from specjax.implementation import Implementation, resolve_implementation
 
-__all__ = ["CallOptions", "Options", "check_options", "check_whole_rows"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Options:

@@ -10,29 +10,6 @@ import numpy as np
 from specjax.file_io import quote
 from specjax.types import Draft, Pieces, RaggedDraft
 
-__all__ = [
-    "as_array",
-    "check_applied",
-    "check_count",
-    "check_cumulative",
-    "check_draft",
-    "check_draft_method",
-    "check_flag",
-    "check_keys",
-    "check_logits",
-    "check_model_logits",
-    "check_noise_dtype",
-    "check_num_listed",
-    "check_ragged_draft",
-    "check_shape",
-    "check_type",
-    "parse_array",
-    "parse_ids",
-    "parse_optional",
-    "parse_rates",
-    "parse_rows",
-]
-
 _MOST = 2**31 - 1
 _LOGIT_DTYPES = ("bfloat16", "float16", "float32")
 

@@ -23,14 +23,6 @@ from specjax.theory import acceptance_rates
 from specjax.theory.acceptance_rates import check_number
 from specjax.theory.step_costs import MAX_SPECULATIVE_TOKENS, StepCosts, read_step_costs
 
-__all__ = [
-    "DEFAULT_STEP_COSTS",
-    "DraftSampleMethod",
-    "REJECTION_SAMPLE_METHODS",
-    "RejectionSampleMethod",
-    "SpeculativeConfig",
-]
-
 RejectionSampleMethod = Literal["standard", "block", "coupled", "synthetic"]
 DraftSampleMethod = Literal["probabilistic", "greedy"]
 REJECTION_SAMPLE_METHODS = get_args(RejectionSampleMethod)

@@ -9,8 +9,6 @@ import tempfile
 from collections.abc import Iterator
 from typing import Any, BinaryIO, TypeAlias
 
-__all__ = ["JsonObject", "quote", "read_file", "read_stream", "replace_file", "shorten"]
-
 # What a JSON object is in Python: fields of a config.json, a report, a line of --input.
 JsonObject: TypeAlias = dict[str, Any]
 

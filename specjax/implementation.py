@@ -15,17 +15,6 @@ from typing import Any, Protocol, Self, TypeVar
 
 import jax
 
-__all__ = [
-    "DeviceFacts",
-    "Implementation",
-    "NEWEST_TESTED_JAX",
-    "choose_implementation",
-    "is_for_cpu_alone",
-    "resolve_implementation",
-    "visible_devices",
-    "with_row_invariance",
-]
-
 # `.ci/run` compares it with the JAX that its second Python installs.
 NEWEST_TESTED_JAX = "0.12.0.1"
 

@@ -27,8 +27,6 @@ import numpy as np
 
 import specjax
 
-__all__ = ["main"]
-
 _Array: TypeAlias = np.ndarray
 _NUM_TOKENS, _VOCAB_SIZE = 2, 5
 _MAX_Z = 5.0

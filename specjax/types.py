@@ -13,17 +13,6 @@ from typing import Any, NamedTuple, Self
 import jax
 import jax.export
 
-__all__ = [
-    "Draft",
-    "Model",
-    "Pieces",
-    "RaggedDraft",
-    "Sample",
-    "TreeDraft",
-    "TreeVerification",
-    "Verification",
-]
-
 _FIELDS_OF_Q = ("logits", "temperature", "logprobs", "logsumexp", "cutoff", "rows", "token_map")
 
 

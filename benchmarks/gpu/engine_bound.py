@@ -18,8 +18,6 @@ import numpy as np
 
 import specjax
 
-__all__ = ["Times", "bound_seconds", "fill", "list_schedule", "measure_times"]
-
 
 class Times(NamedTuple):
     """Milliseconds of what an engine runs.

@@ -35,16 +35,6 @@ from specjax.implementation import NEWEST_TESTED_JAX
 from specjax.processing.sampling_params import SamplingParams
 from specjax.version import __version__
 
-__all__ = [
-    "END_OPTIONS",
-    "MAX_TEMPERATURE",
-    "OutputError",
-    "SAMPLING_OPTIONS",
-    "TEMPERATURE",
-    "parse_options",
-    "parse_sampling_options",
-]
-
 MAX_TEMPERATURE = float(np.finfo(np.float32).max)
 _DTYPES = ("float32", "bfloat16", "float16")
 _PAIR_OPTIONS = {

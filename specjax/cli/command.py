@@ -24,8 +24,6 @@ from specjax.cli.streams import (
 from specjax.decode.compile.cache_folder import command_folder, enable_compilation_cache
 from specjax.engine.request import PROGRAM_EXITS, describe
 
-__all__ = ["main"]
-
 _REQUIRED_PACKAGES = ("flax", "safetensors", "tokenizers", "rich", "jinja2")
 
 

@@ -32,19 +32,6 @@ from specjax.engine.stop_strings import StoppedText
 from specjax.processing.sampling_params import SamplingParams
 from specjax.types import Model
 
-__all__ = [
-    "GenerateJob",
-    "GenerateResult",
-    "Spinner",
-    "Timings",
-    "begin_programs",
-    "check_job",
-    "compare_with_plain",
-    "load_models",
-    "stream_steps",
-    "stream_text",
-]
-
 # Returns a context that shows its argument while it is open.
 Spinner = Callable[[str], contextlib.AbstractContextManager[Any]]
 

@@ -12,8 +12,6 @@ from specjax.core.temperature import MIN_TEMPERATURE
 from specjax.decode.drafters import Drafter
 from specjax.decode.logprobs import TopLogprobs
 
-__all__ = ["is_exact", "json_report", "list_logprobs", "metrics_json"]
-
 
 def is_exact(drafter: Drafter | None, config: SpeculativeConfig, temperature: float) -> bool:
     """Returns whether texts of a drafter, rule and temperature follow the target's distribution."""

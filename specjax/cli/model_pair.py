@@ -26,23 +26,6 @@ from specjax.processing.grammar import Grammar
 from specjax.processing.sampling_params import SamplingParams
 from specjax.types import Model
 
-__all__ = [
-    "ModelPair",
-    "check_k",
-    "check_vocabulary",
-    "count_grammar",
-    "describe_configs",
-    "encode_prompt",
-    "encode_text",
-    "load_pair",
-    "pair_shapes",
-    "read_grammar",
-    "read_pair",
-    "read_sampling",
-    "render_chat",
-    "with_trained_k",
-]
-
 _MAX_BYTES = 2**24
 # Names of `--draft`, and the folders that ship with specjax.
 _EMBEDDED_DRAFTS = {"head": "eagle3", "model": "draft"}

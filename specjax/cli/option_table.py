@@ -10,19 +10,6 @@ from typing import Any, NamedTuple
 
 from specjax.file_io import quote
 
-__all__ = [
-    "Command",
-    "Option",
-    "add_command",
-    "check_limits",
-    "flag",
-    "option_name",
-    "parse_fields",
-    "parse_template_arg",
-    "suggest",
-    "without",
-]
-
 
 class Option(NamedTuple):
     """An option of the command.

@@ -34,20 +34,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from specjax.cli.option_table import Option, flag
 from specjax.cli.streams import end_with_error
 
-__all__ = [
-    "HEARTBEAT_SECONDS",
-    "JOIN_SECONDS",
-    "MESH_OPTIONS",
-    "PROCESS_OPTIONS",
-    "check_mesh_options",
-    "check_process_options",
-    "check_same_inputs",
-    "collective_errors",
-    "is_rank_zero",
-    "join_processes",
-    "load_options",
-]
-
 # JAX's default of 100 s is longer than a person waits for a stuck text.
 HEARTBEAT_SECONDS = 20
 JOIN_SECONDS = 300

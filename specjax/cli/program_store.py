@@ -24,8 +24,6 @@ from specjax.decode.compile.saved_programs import (
 )
 from specjax.file_io import replace_file
 
-__all__ = ["program_path", "read_programs", "write_programs"]
-
 _ROOT = pathlib.Path(__file__).parents[1]
 _DIGEST_BYTES = 32
 _PLAIN = (str, int, float, type(None))

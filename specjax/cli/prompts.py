@@ -5,8 +5,6 @@ import sys
 
 from specjax.file_io import read_file, read_stream
 
-__all__ = ["read_prompts", "read_prompts_of_generate"]
-
 # Several million tokens, more than any target takes.
 _MAX_BYTES = 2**24
 

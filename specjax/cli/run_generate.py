@@ -24,8 +24,6 @@ from specjax.cli.model_pair import (
 from specjax.cli.processes import check_same_inputs, collective_errors, is_rank_zero
 from specjax.decode.capacity import DEFAULT_CAPACITY
 
-__all__ = ["read_jobs", "run_jobs"]
-
 
 def read_jobs(
     pair: ModelPair, texts: list[str], terminal: Any, folder: pathlib.Path | None

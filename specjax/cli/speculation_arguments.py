@@ -14,8 +14,6 @@ from specjax.core.rule import StaticRule
 from specjax.file_io import quote, read_file, shorten
 from specjax.theory.step_costs import StepCosts, read_step_costs
 
-__all__ = ["SPECULATION_OPTIONS", "make_config", "make_config_of"]
-
 # Rules: their constructors, parameters, and the parameters that an error shows.
 _RULES: dict[str, tuple[Callable[..., StaticRule], tuple[type, ...], str]] = {
     "lenience": (rules.lenience, (float,), "0.5"),

@@ -32,8 +32,6 @@ from specjax.decode.target_step import TargetRows, gather_row
 from specjax.engine.slots import PromptCaches
 from specjax.types import Model
 
-__all__ = ["StreamPrograms"]
-
 
 def _commit_rows(
     drafter: Drafter | None, state: DecodeState, rows: TargetRows, *, options: StepOptions

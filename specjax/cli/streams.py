@@ -12,17 +12,6 @@ import jax
 
 from specjax.file_io import shorten
 
-__all__ = [
-    "catch_interrupt",
-    "end_with_error",
-    "exit_on_interrupt",
-    "exit_on_terminate",
-    "flush_or_discard",
-    "open_missing_streams",
-    "print_error",
-    "raise_on_interrupt",
-]
-
 # A library may quote a whole file.
 _MAX_CHARACTERS = 4000
 

@@ -28,8 +28,6 @@ from specjax.cli.json_report import is_exact, list_logprobs, metrics_json
 from specjax.decode.commit import Origin
 from specjax.file_io import JsonObject
 
-__all__ = ["Terminal"]
-
 _PROMPT = 0
 _ORIGIN_STYLES = {
     _PROMPT: ("prompt", Style(dim=True)),

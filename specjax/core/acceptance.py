@@ -5,15 +5,6 @@ import jax.numpy as jnp
 
 from specjax.core.temperature import Temperature
 
-__all__ = [
-    "accept_greedy",
-    "accept_random",
-    "accept_synthetic",
-    "is_one_hot",
-    "log_ratio",
-    "num_valid_drafts",
-]
-
 
 def num_valid_drafts(token_ids: jax.Array, num_tokens: jax.Array | None) -> jax.Array:
     """Returns how many drafted tokens each request has, up to the first -1.

@@ -14,21 +14,6 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-__all__ = [
-    "Bracket",
-    "Extremes",
-    "HALVINGS",
-    "bisect",
-    "clamp_to_logits",
-    "initial_bracket",
-    "is_closed",
-    "key_midpoint",
-    "key_value",
-    "ordered_key",
-    "search",
-    "value_midpoint",
-]
-
 # Halvings between two clamps to the logits inside: a clamp costs as much as two halvings.
 HALVINGS = 6
 _MOST = float(jnp.finfo(jnp.float32).max)

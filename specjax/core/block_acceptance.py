@@ -19,8 +19,6 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-__all__ = ["ACCEPTED", "OPEN", "REJECTED", "accept_block", "accept_by_bounds", "cap_ratios"]
-
 # What is known of a prefix: whether it is accepted, or nothing before its residual is summed.
 REJECTED = 0
 OPEN = 1

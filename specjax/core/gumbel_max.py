@@ -16,15 +16,6 @@ from specjax.core.logsumexp import LogNormalizer, MaxSum, mask_below_cutoff
 from specjax.core.noise import BLOCK_LEVEL, SAMPLING_BLOCK, TOKEN_LEVEL, Words, gumbel
 from specjax.core.subnormal import flush_subnormals
 
-__all__ = [
-    "argmax_token",
-    "first_argmax",
-    "gather_logits",
-    "gumbel_max_token",
-    "token_logprobs",
-    "two_level_argmax",
-]
-
 _OfTokens = Callable[[jax.Array], jax.Array]
 
 

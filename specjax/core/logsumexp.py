@@ -18,25 +18,6 @@ import jax.numpy as jnp
 from specjax.core.noise import SAMPLING_BLOCK
 from specjax.core.subnormal import smallest_equal
 
-__all__ = [
-    "Exp2",
-    "LogNormalizer",
-    "MaxSum",
-    "RowStatistics",
-    "block_logprobs",
-    "block_partials",
-    "exp_scaled",
-    "mask_below_cutoff",
-    "merge_partials",
-    "nan_to_inf",
-    "normalizer_from_statistics",
-    "reduce_blocks",
-    "row_logsumexp",
-    "row_statistics",
-    "row_statistics_once",
-    "split_blocks",
-]
-
 Exp2 = Callable[[jax.Array], jax.Array]
 
 _LOG2_E = math.log2(math.e)

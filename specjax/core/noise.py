@@ -15,29 +15,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-__all__ = [
-    "BLOCK_LEVEL",
-    "Hash",
-    "PARITY",
-    "ROTATIONS",
-    "SAMPLING_BLOCK",
-    "Stream",
-    "TOKEN_LEVEL",
-    "Words",
-    "address",
-    "batch_addresses",
-    "fold_in",
-    "fold_in_rows",
-    "gumbel",
-    "gumbel_from_uniform",
-    "key_words",
-    "random_bits",
-    "threefry2x32",
-    "uniform",
-    "uniform_at_once",
-    "uniform_from_bits",
-]
-
 # Tokens per block of two-level sampling; part of the contract: another value draws
 # other tokens. It divides the vocabularies of Llama, Qwen and Gemma 2.
 SAMPLING_BLOCK = 128

@@ -20,8 +20,6 @@ from specjax.core.bisection import Bracket, initial_bracket, is_closed, key_valu
 from specjax.core.subnormal import smallest_equal
 from specjax.core.truncation import Filters, RowBounds, required_mass
 
-__all__ = ["Pass", "pivot_keys", "search_by_pivots", "shorten_key", "unused_key_bits", "widen_key"]
-
 # Stages of a search: the count of top-k, the mass of what top-k keeps, the mass of top-p, none.
 _COUNT, _KEPT_MASS, _MASS, _DONE = range(4)
 

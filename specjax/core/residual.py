@@ -5,8 +5,6 @@ import jax.numpy as jnp
 
 from specjax.core.logsumexp import Exp2, exp_scaled, split_blocks
 
-__all__ = ["MIN_RESIDUAL_MASS", "residual_log_masses", "residual_logprobs", "residual_probs"]
-
 # Rounding may leave a residual of this mass where p == q: float32's relative step of 2^-23 on both
 # log-probabilities. Such a residual counts as empty. A rejection that is not synthetic is as
 # improbable as its residual is small.

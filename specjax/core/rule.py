@@ -18,22 +18,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-__all__ = [
-    "BLOCK",
-    "BuiltInRule",
-    "COUPLED",
-    "RowValues",
-    "Rule",
-    "STANDARD",
-    "StaticRule",
-    "SyntheticRule",
-    "VerificationRule",
-    "accepts",
-    "check_rule",
-    "log_weights",
-    "static_rule",
-]
-
 _STATISTICS = ("max_logprob", "entropy", "rank")
 
 

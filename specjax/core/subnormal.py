@@ -8,8 +8,6 @@ counts as zero.
 import jax
 import jax.numpy as jnp
 
-__all__ = ["flush_subnormals", "largest_equal", "smallest_equal"]
-
 _TINY = float(jnp.finfo(jnp.float32).tiny)
 _LARGEST_SUBNORMAL = 2.0**-126 - 2.0**-149
 

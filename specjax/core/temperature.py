@@ -9,8 +9,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-__all__ = ["MIN_TEMPERATURE", "Temperature", "parse_temperature", "spread_over_rows"]
-
 # Below this a request is greedy, as in vLLM.
 MIN_TEMPERATURE = 1e-5
 

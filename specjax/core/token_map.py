@@ -10,8 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-__all__ = ["check_token_map", "invert_token_map", "map_draft_ids", "take_mapped"]
-
 
 def check_token_map(name: str, token_map: Any, vocab_size: int) -> None:
     """Raises `ValueError` for a map on the host that repeats an id or leaves the vocabulary.

@@ -18,24 +18,6 @@ from specjax.core.logsumexp import Exp2, MaxSum, exp_scaled
 from specjax.core.noise import SAMPLING_BLOCK
 from specjax.core.subnormal import smallest_equal
 
-__all__ = [
-    "BOUND_SLACK",
-    "Filters",
-    "RowBounds",
-    "RowQueries",
-    "extremes_blocks",
-    "mass_above",
-    "mass_bound",
-    "mass_weights",
-    "min_kept",
-    "min_p_threshold",
-    "refuse_nan",
-    "required_mass",
-    "search_cutoff",
-    "top_k_active",
-    "top_p_active",
-]
-
 # Slack of a bound against rounding: a share of a mass, and of an exponent.
 BOUND_SLACK = 1e-4
 _TINY = float(jnp.finfo(jnp.float32).tiny)

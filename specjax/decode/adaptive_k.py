@@ -50,16 +50,6 @@ from specjax.config import SpeculativeConfig
 from specjax.devices.placement import pvary_like
 from specjax.types import Draft
 
-__all__ = [
-    "DraftHistory",
-    "KPolicy",
-    "cond_in_place",
-    "constant_k",
-    "init_history",
-    "k_by_rate",
-    "throughput_by_rate",
-]
-
 # Rates are looked up in 64ths, and tokens are counted in 1024ths.
 _NUM_RATES = 64
 _TOKEN = 1024

@@ -19,21 +19,6 @@ from specjax.decode.state import RequestBatch
 from specjax.devices.placement import Placement
 from specjax.processing.sampling_params import FIELDS
 
-__all__ = [
-    "DEFAULT_CAPACITY",
-    "as_host_array",
-    "choose_max_length",
-    "explain_out_of_memory",
-    "format_bytes",
-    "num_bytes",
-    "pad_batch_to_mesh",
-    "pad_eos",
-    "pad_prompt",
-    "parse_budget",
-    "round_up_to_mesh",
-    "unpad",
-]
-
 DEFAULT_CAPACITY = 128
 # End-of-sequence ids are padded to a multiple of this.
 _EOS_IDS = 8

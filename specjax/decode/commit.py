@@ -8,8 +8,6 @@ import jax.numpy as jnp
 from specjax.checks import check_shape, parse_array, parse_ids, parse_optional
 from specjax.types import Verification
 
-__all__ = ["Finish", "Origin", "append", "append_emitted", "commit"]
-
 
 class Finish:
     """Reasons for which a request ended; 0 while it goes on."""

@@ -36,8 +36,6 @@ from specjax.processing.history import History
 from specjax.processing.host_masks import draft_sampling
 from specjax.types import Draft
 
-__all__ = ["discard_incompatible_draft", "draft_budget", "draft_next", "propose_draft", "run_draft"]
-
 # Missed tokens that a drafter reads at once; with the token before them, a chunk has 8 columns.
 _CHUNK_SIZE = 7
 

@@ -18,17 +18,6 @@ from specjax.decode.propose import DraftInputs, propose_step
 from specjax.implementation import Implementation
 from specjax.types import Draft, Model, Pieces
 
-__all__ = [
-    "Drafter",
-    "Models",
-    "model_drafter",
-    "ngram_drafter",
-    "reads_chunks",
-    "split_pieces",
-    "whole_prompt_drafter",
-    "with_rows",
-]
-
 
 @dataclasses.dataclass(frozen=True)
 class Drafter:

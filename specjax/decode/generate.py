@@ -24,15 +24,6 @@ from specjax.processing.kept_tokens import KeptTokens
 from specjax.processing.sampling_params import SamplingParams
 from specjax.types import Model
 
-__all__ = [
-    "Generation",
-    "check_kept_sets",
-    "generate",
-    "loop_in_place",
-    "run_loop",
-    "take_first_requests",
-]
-
 
 class Generation(NamedTuple):
     """The texts that `generate` returns: fields of `DecodeState` at the end of the loop.

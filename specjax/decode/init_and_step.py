@@ -21,8 +21,6 @@ from specjax.processing.host_masks import split_first_mask, with_first_mask, wit
 from specjax.processing.sampling_params import SamplingParams
 from specjax.types import Model
 
-__all__ = ["init", "step"]
-
 
 def init(
     target: Model,

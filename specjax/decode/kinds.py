@@ -16,8 +16,6 @@ import jax
 from specjax.decode.drafters import Drafter
 from specjax.types import Model
 
-__all__ = ["Kind", "Kinds", "kind_of", "kind_of_model", "kinds_of"]
-
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Kind:

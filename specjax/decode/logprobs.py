@@ -22,15 +22,6 @@ from specjax.devices.map_parts import map_parts
 from specjax.devices.rows import logit_rows
 from specjax.devices.vocabulary_split import VocabularySplit, parse_split
 
-__all__ = [
-    "LogprobsConfig",
-    "TopLogprobs",
-    "check_logprobs_config",
-    "empty_logprobs",
-    "list_top_logprobs",
-    "top_logprobs",
-]
-
 
 class TopLogprobs(NamedTuple):
     """The likeliest tokens of each row, and the rank of a given token.

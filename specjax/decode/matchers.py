@@ -19,8 +19,6 @@ import numpy as np
 from specjax.checks import check_count
 from specjax.decode.state import DecodeState
 
-__all__ = ["MatchedText", "Matcher", "RowMasks", "new_masks"]
-
 _ALL = 2**32 - 1
 
 

@@ -27,15 +27,6 @@ from specjax.devices.placement import with_auto_axes
 from specjax.processing.sampling_params import SamplingParams
 from specjax.types import Model
 
-__all__ = [
-    "MemoryNeeds",
-    "check_memory",
-    "devices_of",
-    "free_bytes",
-    "memory_needs",
-    "needs_of_state",
-]
-
 
 class MemoryNeeds(NamedTuple):
     """Bytes of a loop's arrays besides the parameters, on all devices of a mesh together.

@@ -9,8 +9,6 @@ import jax.numpy as jnp
 from specjax.decode.commit import Finish
 from specjax.types import Verification
 
-__all__ = ["Metrics", "init_metrics", "update_metrics"]
-
 
 class Metrics(NamedTuple):
     """Counts of each request. Rates are over all requests, and NaN where nothing was counted.

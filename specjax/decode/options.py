@@ -7,17 +7,6 @@ from specjax.checks import check_count, check_type
 from specjax.config import SpeculativeConfig
 from specjax.implementation import Implementation, resolve_implementation
 
-__all__ = [
-    "LoopOptions",
-    "PREFILL_CHUNK_SIZE",
-    "StaticOptions",
-    "StepOptions",
-    "check_capacity",
-    "choose_chunk_size",
-    "default_chunk_size",
-    "uses_kernels",
-]
-
 # Tokens of a prompt that a CPU reads at once. A CPU reads padding as slowly as tokens.
 PREFILL_CHUNK_SIZE = 128
 

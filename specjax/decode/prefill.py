@@ -43,16 +43,6 @@ from specjax.processing.apply_sampling import count_prompt
 from specjax.processing.grammar import start_states
 from specjax.types import Draft, Model
 
-__all__ = [
-    "begin_compilation",
-    "begin_prefill",
-    "is_traced",
-    "read_chunk",
-    "read_prompt_chunk",
-    "run_prefill",
-    "run_requests",
-]
-
 _NOT_TRACED = get_opaque_trace_state(convention="flax")
 
 

@@ -38,8 +38,6 @@ from specjax.processing.sampling_params import SamplingParams, read_draft_sampli
 from specjax.samplers.gumbel_sample import sample_batch
 from specjax.types import Draft, Sample
 
-__all__ = ["DraftInputs", "propose", "propose_step"]
-
 _StepFn = Callable[[Any, jax.Array, jax.Array], tuple[jax.Array, Any]]
 
 

@@ -39,16 +39,6 @@ from specjax.implementation import Implementation, resolve_implementation, with_
 from specjax.processing.sampling_params import SamplingParams, read_sampling
 from specjax.types import Model
 
-__all__ = [
-    "RequestArguments",
-    "check_arguments",
-    "check_prompt_ids",
-    "check_step_options",
-    "check_text_ids",
-    "parse_prompts",
-    "parse_texts",
-]
-
 
 class RequestArguments(NamedTuple):
     """Arguments of `generate` that describe the requests, unchecked; other values are data."""

@@ -23,8 +23,6 @@ from specjax.decode.score import new_cache
 from specjax.decode.target_step import apply_model, vocabulary_size
 from specjax.types import Model
 
-__all__ = ["RowCase", "RowInvariance", "check_row_invariance"]
-
 # Tokens of the text that is read if none is given.
 _NUM_TOKENS = 64
 _SEED = 0

@@ -33,8 +33,6 @@ from specjax.decode.target_step import apply_model, vocabulary_size
 from specjax.devices.placement import with_auto_axes
 from specjax.types import Model
 
-__all__ = ["TextScores", "list_next_logprobs", "new_cache", "score"]
-
 # Texts that are read together by default.
 _BATCH_SIZE = 8
 # A row of a batch without a text.

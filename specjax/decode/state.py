@@ -20,8 +20,6 @@ from specjax.processing.sampling_params import SamplingParams
 from specjax.processing.token_counts import TokenCounts
 from specjax.types import Draft, Verification
 
-__all__ = ["DecodeState", "RequestBatch", "Settings", "StepInfo"]
-
 
 class Settings(NamedTuple):
     """Parameters of the requests, which no step changes; other values do not recompile.

@@ -67,16 +67,6 @@ from specjax.samplers.batch import verify_over_mesh
 from specjax.samplers.rejection_sample import verify_draft
 from specjax.types import Draft
 
-__all__ = [
-    "commit_emitted",
-    "compute_rows",
-    "extend_drafter",
-    "run_first_step",
-    "run_step",
-    "verify_and_commit",
-    "verify_pending",
-]
-
 
 @functools.partial(jax.jit, static_argnames="options")
 def run_step(

@@ -31,16 +31,6 @@ from specjax.decode.target_step import vocabulary_size
 from specjax.theory.step_costs import MAX_SPECULATIVE_TOKENS, StepCosts
 from specjax.types import Model
 
-__all__ = [
-    "StepKind",
-    "StepTimes",
-    "all_ended",
-    "buffer_tokens",
-    "fixed_k_kinds",
-    "measure_step_costs",
-    "time_kinds",
-]
-
 
 class StepTimes(NamedTuple):
     """Times of one kind of step.

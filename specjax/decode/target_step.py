@@ -28,18 +28,6 @@ from specjax.processing.rule_checks import check_widths
 from specjax.processing.sampling_params import SamplingParams, split_sampling
 from specjax.types import Model
 
-__all__ = [
-    "TargetRows",
-    "apply_model",
-    "count_drafted",
-    "count_rows",
-    "gather_row",
-    "run_smallest_k",
-    "score_hidden",
-    "step_inputs",
-    "vocabulary_size",
-]
-
 
 class TargetRows(NamedTuple):
     """The target's outputs at the K + 1 positions of a step, or at the first k + 1 of them.

@@ -27,15 +27,6 @@ from specjax.decode.logprobs import (
 from specjax.decode.options import LoopOptions
 from specjax.processing.kept_tokens import KeptTokens, check_max_kept, empty_kept, list_kept
 
-__all__ = [
-    "TokenInfo",
-    "TokenInfoConfig",
-    "check_token_info",
-    "empty_token_info",
-    "for_host",
-    "list_rows",
-]
-
 
 class TokenInfo(NamedTuple):
     """What is listed of emitted tokens; a field is None if it is not listed.

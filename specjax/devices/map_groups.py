@@ -12,8 +12,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-__all__ = ["map_groups"]
-
 _GROUP = 8
 
 

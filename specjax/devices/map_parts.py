@@ -10,8 +10,6 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from specjax.devices.placement import batch_axes
 from specjax.devices.vocabulary_split import VocabularySplit
 
-__all__ = ["map_parts", "map_vocabulary"]
-
 _Function = Callable[[Any], Any]
 _Arrays = Sequence[jax.Array | None]
 

@@ -9,16 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-__all__ = [
-    "Placement",
-    "batch_axes",
-    "check_unsharded",
-    "parse_mesh",
-    "pvary_like",
-    "replicate",
-    "with_auto_axes",
-]
-
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)

@@ -32,8 +32,6 @@ from specjax.devices.placement import Placement
 from specjax.devices.vocabulary_split import VocabularySplit
 from specjax.types import Sample
 
-__all__ = ["LogitRows", "SplitRows", "first_token", "logit_rows"]
-
 _Read = TypeVar("_Read")
 
 _OVER_DEVICES: dict[Callable[..., jax.Array], Callable[..., jax.Array]] = {

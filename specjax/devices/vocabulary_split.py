@@ -12,15 +12,6 @@ from specjax.core.noise import SAMPLING_BLOCK
 from specjax.implementation import Implementation
 from specjax.types import Draft, RaggedDraft
 
-__all__ = [
-    "VocabularySplit",
-    "axis_of",
-    "keep_split",
-    "parse_split",
-    "plain_if_split",
-    "why_no_kernels",
-]
-
 # A block of 128 tokens lies on two devices at most.
 _MIN_WIDTH = 128
 # Ids travel between devices as float32, which is exact up to here.

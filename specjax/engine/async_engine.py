@@ -35,8 +35,6 @@ from specjax.engine.submission import (
 )
 from specjax.engine.usage import Totals
 
-__all__ = ["AsyncEngine"]
-
 
 class _Stop(NamedTuple):
     """A command to end once there is no work, or at a deadline of `time.monotonic`."""

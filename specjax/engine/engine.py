@@ -39,8 +39,6 @@ from specjax.engine.submission import (
 from specjax.processing.sampling_params import SamplingParams
 from specjax.types import Model
 
-__all__ = ["Engine", "all_allowed_masks", "resolve_speculation"]
-
 
 class Engine:
     """Decodes requests that come at any time, each in a slot of one compiled step.

@@ -26,8 +26,6 @@ from specjax.engine.programs import Programs, empty_chunk
 from specjax.engine.prompt_logprobs import run_chunk
 from specjax.engine.queue import PromptGroup, QueueEntry
 
-__all__ = ["PrefillBatch"]
-
 
 class PrefillBatch:
     """Prompts that are read together: N places, each with the caches of one prompt.

@@ -28,16 +28,6 @@ from specjax.engine.slots import PromptCaches, RequestSettings, StepOutput
 from specjax.engine.step_sizes import check_reads_rows, step_chosen
 from specjax.types import Draft, Model
 
-__all__ = [
-    "BatchShape",
-    "Programs",
-    "cache_lengths",
-    "empty_chunk",
-    "explain_slots_out_of_memory",
-    "make_programs",
-    "warm_up",
-]
-
 # Fewest tokens of halved caches. In shorter ones, attention would save a chunk little time.
 _MIN_CACHE_LENGTH = 512
 # Prompts that are read before a slot is empty, without a batch. Each takes the memory of a slot.

@@ -15,8 +15,6 @@ from specjax.decode.logprobs import TopLogprobs
 from specjax.engine.programs import Programs
 from specjax.engine.slots import PromptCaches
 
-__all__ = ["PromptListing", "run_chunk"]
-
 
 class PromptListing:
     """`TopLogprobs` of each token of a prompt, chunk by chunk.

@@ -35,8 +35,6 @@ from specjax.engine.request import Request
 from specjax.engine.slots import PromptCaches
 from specjax.engine.submission import CheckedRequest
 
-__all__ = ["ParkedRequest", "PromptGroup", "QueueEntry", "WaitingQueue"]
-
 
 class QueueEntry(abc.ABC):
     """Requests that wait for slots, and the caches that their tokens are read into.

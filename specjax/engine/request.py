@@ -19,18 +19,6 @@ from specjax.engine.stop_strings import StoppedText
 from specjax.engine.usage import Usage
 from specjax.processing.kept_tokens import KeptTokens
 
-__all__ = [
-    "FINISH_REASONS",
-    "FinishReason",
-    "PROGRAM_EXITS",
-    "Piece",
-    "Request",
-    "Stepper",
-    "StreamChunk",
-    "describe",
-    "openai_finish_reason",
-]
-
 
 class FinishReason:
     """Reasons of a request's end."""

@@ -17,9 +17,6 @@ from typing import TypeAlias
 
 from specjax.engine.request import Request, StreamChunk
 
-__all__ = ["Cursor", "RequestStream", "Waiter", "wake_readers"]
-
-
 # A reader that waits: a thread by an event, or a coroutine by a future of its event loop.
 Waiter: TypeAlias = "threading.Event | asyncio.Future[None]"
 

@@ -43,8 +43,6 @@ from specjax.engine.request import PROGRAM_EXITS, FinishReason, Request, describ
 from specjax.engine.slots import StepOutput, read_output, without_masks
 from specjax.engine.step_sizes import choose_slots
 
-__all__ = ["DispatchedStep", "Scheduler", "delayed_interrupts"]
-
 # While no slot is empty, reading is urgent if fewer entries than this are ready for a slot.
 _MIN_READY = 2
 # The functions of `signal` make an enum of each result, which takes ten times as long. Not

@@ -32,28 +32,6 @@ from specjax.decode.target_step import count_drafted, count_rows
 from specjax.decode.token_info import TokenInfo
 from specjax.processing.sampling_params import SamplingParams
 
-__all__ = [
-    "NO_BATCH_AXIS",
-    "PromptCaches",
-    "RequestSettings",
-    "StepOutput",
-    "admit",
-    "cache_axes",
-    "empty_slots",
-    "grow_caches",
-    "list_chunk",
-    "new_caches",
-    "prefill_chunk",
-    "put",
-    "read_output",
-    "release",
-    "slot_axes",
-    "slot_bytes",
-    "step_slots",
-    "take",
-    "without_masks",
-]
-
 _State = TypeVar("_State")
 # In place of an axis, for a leaf that all requests share. Axes of other leaves are counted from 0.
 NO_BATCH_AXIS = -1

@@ -26,8 +26,6 @@ from specjax.decode.state import DecodeState
 from specjax.engine.slots import NO_BATCH_AXIS, PromptCaches, StepOutput, slot_axes, step_slots
 from specjax.types import Pieces
 
-__all__ = ["check_reads_rows", "choose_slots", "read_sizes", "step_chosen", "step_some_slots"]
-
 
 def read_sizes(num_slots: int | Sequence[int]) -> tuple[int, ...]:
     """Returns the sizes of an engine's steps, of which the last is B.

@@ -15,8 +15,6 @@ from typing import NamedTuple, Protocol
 from specjax.file_io import quote
 from specjax.processing.token_bytes import BYTE_TOKEN
 
-__all__ = ["MAX_STOP_CHARACTERS", "StoppedText", "TextStream", "Tokenizer", "check_stop"]
-
 # Most characters of a request's stop strings together; each takes about 0.4 KB of an automaton.
 MAX_STOP_CHARACTERS = 2**14
 # Tokens before the text that are decoded with it: some decoders treat a first token specially.

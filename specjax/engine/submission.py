@@ -31,22 +31,6 @@ from specjax.engine.slots import RequestSettings
 from specjax.engine.stop_strings import StoppedText, Tokenizer, check_stop
 from specjax.processing.sampling_params import FIELDS, SamplingParams, read_sampling
 
-__all__ = [
-    "CheckedRequest",
-    "EngineLimits",
-    "MAX_STOP_IDS",
-    "SampleArguments",
-    "Submission",
-    "SubmitArguments",
-    "check_request",
-    "check_timeout",
-    "drop_batch_axis",
-    "key_of_seed",
-    "make_request",
-    "make_submission",
-    "sample_indices",
-]
-
 # Most stop ids of a request. Requests with fewer are padded, so that one program serves all.
 MAX_STOP_IDS = 16
 _NOISE = "{}; a request needs one of them, from which its noise follows."

@@ -7,8 +7,6 @@ import numpy as np
 
 from specjax.decode.metrics import Metrics
 
-__all__ = ["Totals", "Usage"]
-
 
 class Usage(NamedTuple):
     """Counts of one request, as the field `usage` of an answer of OpenAI's API has them.

@@ -28,9 +28,6 @@ from specjax.models.hf.folder import read_json_object
 from specjax.theory.step_costs import StepCosts
 from specjax.types import Model
 
-__all__ = ["DraftInfo", "load_drafter", "read_draft"]
-
-
 _HEADS: dict[str, tuple[HeadFormat[Any], Callable[..., Drafter]]] = {
     "eagle3": (EAGLE3, eagle3_drafter),
     "dflash": (DFLASH, dflash_drafter),

@@ -36,17 +36,6 @@ from specjax.models.decoder.config import TransformerConfig
 from specjax.models.decoder.transformer import Transformer, functions, param_shapes, tap_function
 from specjax.types import Model
 
-__all__ = [
-    "is_stacked",
-    "shard_config",
-    "sharded_model",
-    "share_ranges",
-    "share_shapes",
-    "share_views",
-    "split_axis",
-    "split_model",
-]
-
 # The split axis of an array of the whole model, by the array's name.
 _AXES = {"embedding": 0, "head": 0, "qkv": -1, "qkv_bias": -1, "out": 0, "gate_up": -1, "down": 0}
 _STACKED = ("qkv", "qkv_bias", "gate_up")

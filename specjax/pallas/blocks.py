@@ -30,26 +30,6 @@ from specjax.core.subnormal import flush_subnormals
 from specjax.pallas.kernel_config import Tile, next_power_of_2
 from specjax.pallas.launch import make_exp2, make_nan_to_inf, output
 
-__all__ = [
-    "Partials",
-    "RowTile",
-    "block_argmax",
-    "load_blocks",
-    "load_first_values",
-    "load_logits",
-    "load_maxima",
-    "load_padded",
-    "load_raw_logits",
-    "load_some_blocks",
-    "load_tiles",
-    "partials_shape",
-    "reduce_tile",
-    "store_blocks",
-    "store_partials",
-    "tile_argmax",
-    "tile_token_ids",
-]
-
 
 class Partials(NamedTuple):
     """References to the partials of rows, [rows, blocks] or [rows, tiles].

@@ -32,8 +32,6 @@ from specjax.pallas.reduce_rows import ReducedRows, reduce_rows
 from specjax.pallas.target_rows import AcceptanceResult, VerifiedRows, accept_rows, normalize
 from specjax.types import Verification
 
-__all__ = ["coupled_draw_kernel", "coupled_write_kernel", "draw_and_compare", "verify_coupled"]
-
 
 class _Drawn(NamedTuple):
     """Draws of rows [B, K + 1], the result, and the counters of `ReducedRows`.

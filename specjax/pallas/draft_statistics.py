@@ -19,8 +19,6 @@ from specjax.pallas.blocks import (
 from specjax.pallas.launch import divmod_i32, is_last_arrival, output
 from specjax.pallas.load_request import Schedule, load_draft_ids, load_request, locate_draft_row
 
-__all__ = ["add_draft_statistics", "draft_statistics_kernel"]
-
 
 class _Outputs(NamedTuple):
     logprobs: Any

@@ -42,17 +42,6 @@ from specjax.pallas.residual import (
 from specjax.pallas.target_rows import VerifiedRows
 from specjax.types import Verification
 
-__all__ = [
-    "DrawOperands",
-    "draw_next",
-    "emit_tokens",
-    "residual_draw_kernel",
-    "residual_last_draw_kernel",
-    "residual_mass_kernel",
-    "verify_draw_kernel",
-]
-
-
 # The call's arrays, its reduced rows, and `masses_shape` of residuals or None.
 DrawOperands = tuple[FlatBatch, Any, Any]
 

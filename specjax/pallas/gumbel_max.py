@@ -25,20 +25,6 @@ from specjax.pallas.blocks import block_argmax, load_logits, load_raw_logits
 from specjax.pallas.kernel_config import next_power_of_2
 from specjax.pallas.launch import divmod_i32, reduce_where
 
-__all__ = [
-    "BlockNoise",
-    "Draw",
-    "SamplingRow",
-    "block_token_ids",
-    "draw_noise",
-    "draw_row_noise",
-    "draw_row_token",
-    "draw_token",
-    "exclude_token",
-    "exclude_weight",
-    "num_padded_blocks",
-]
-
 
 class SamplingRow(NamedTuple):
     """A row of logits, and the scale, cutoff and normalizer of its log-probabilities.

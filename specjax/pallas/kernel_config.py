@@ -6,8 +6,6 @@ from typing import Any, NamedTuple, Self
 from specjax.checks import check_count
 from specjax.core.noise import SAMPLING_BLOCK
 
-__all__ = ["KernelConfig", "Tile", "next_power_of_2"]
-
 
 class Tile(NamedTuple):
     """The elements of a row, logits or hidden states, that a program holds at once.

@@ -21,22 +21,6 @@ from jax.experimental.pallas import triton as plgpu
 
 from specjax.core.logsumexp import nan_to_inf
 
-__all__ = [
-    "cond_or",
-    "divmod_i32",
-    "dot",
-    "inline_asm",
-    "interpreter_barrier",
-    "is_last_arrival",
-    "launch",
-    "launch_dependents",
-    "make_add_above",
-    "make_exp2",
-    "make_nan_to_inf",
-    "output",
-    "reduce_where",
-]
-
 _WHOLE_ARRAY = pl.BlockSpec(memory_space=pl.ANY)
 # Pallas lowers each of the first three to one bfloat16 product; Triton lacks the last.
 _UNSUPPORTED_PRECISIONS = (

@@ -23,20 +23,6 @@ from specjax.pallas.split.shared_rows import load_first_token, unpadded
 from specjax.pallas.threefry import make_threefry
 from specjax.types import Verification
 
-__all__ = [
-    "DraftRow",
-    "DraftedToken",
-    "Request",
-    "Schedule",
-    "load_draft_ids",
-    "load_drafted",
-    "load_drafted_logit",
-    "load_drafted_logits",
-    "load_masked",
-    "load_request",
-    "locate_draft_row",
-]
-
 
 class Schedule(NamedTuple):
     """The static schedule of a launch.

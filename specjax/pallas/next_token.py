@@ -51,19 +51,6 @@ from specjax.pallas.reduce_rows import ReducedRows
 from specjax.pallas.target_rows import VerifiedRows, evaluate_acceptance
 from specjax.types import Verification
 
-__all__ = [
-    "AcceptedPrefix",
-    "LoadPrefix",
-    "draw_row",
-    "has_given_bonus",
-    "load_accepted_prefix",
-    "next_address",
-    "next_noise",
-    "row_block_logprobs",
-    "verification_of",
-    "write_result",
-]
-
 
 class AcceptedPrefix(NamedTuple):
     """A request's accepted drafted tokens and the target row that decides the next token.

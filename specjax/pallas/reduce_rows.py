@@ -25,8 +25,6 @@ from specjax.pallas.load_request import (
 )
 from specjax.pallas.split.shared_rows import SharedRows, shared_shape, unpadded, with_shared_tiles
 
-__all__ = ["ReducedRows", "reduce_rows", "verify_reduce_kernel"]
-
 
 class ReducedRows(NamedTuple):
     """Target rows [B * (K + 1)], reduced where `Schedule.is_reduced`.

@@ -38,20 +38,6 @@ from specjax.pallas.reduce_rows import ReducedRows
 from specjax.pallas.split.shared_rows import load_first_token
 from specjax.pallas.target_rows import VerifiedRows
 
-__all__ = [
-    "TileWinners",
-    "choose_winner",
-    "draw_by_rule",
-    "draw_residual",
-    "draw_tile",
-    "load_draft_logprobs",
-    "load_residual_terms",
-    "masses_shape",
-    "reduce_masses",
-    "store_log_masses",
-    "winners_shape",
-]
-
 
 class TileWinners(NamedTuple):
     """The token drawn from each tile of residuals, each [residuals, tiles].

@@ -42,17 +42,6 @@ from specjax.pallas.split.shared_rows import load_first_token, unpadded
 from specjax.pallas.threefry import make_threefry
 from specjax.types import Sample
 
-__all__ = [
-    "DrawOperands",
-    "DrawnRow",
-    "launch_draw",
-    "load_row",
-    "reduce_rows",
-    "sample_draw_kernel",
-    "sample_reduce_kernel",
-    "sample_rows",
-]
-
 
 class _Reduced(NamedTuple):
     """Partials of the rows' blocks, and their Gumbels [B, N], or None if the draw makes them."""

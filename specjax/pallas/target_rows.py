@@ -48,17 +48,6 @@ from specjax.pallas.load_request import (
     load_request,
 )
 
-__all__ = [
-    "AcceptanceResult",
-    "Evaluate",
-    "VerifiedRows",
-    "accept_rows",
-    "evaluate_acceptance",
-    "is_decided_by_tiles",
-    "normalize",
-    "verify_accept_kernel",
-]
-
 
 class VerifiedRows(NamedTuple):
     """Target rows [B * (K + 1)] read so far, with their `AcceptanceResult`s.

@@ -13,8 +13,6 @@ import jax.numpy as jnp
 from specjax.core.noise import PARITY, ROTATIONS, Hash, Words, threefry2x32
 from specjax.pallas.launch import inline_asm
 
-__all__ = ["make_threefry", "threefry_ptx"]
-
 
 def make_threefry(interpret: bool) -> Hash:
     """Returns the function that hashes words in a kernel, or `threefry2x32` for the interpreter."""

@@ -44,8 +44,6 @@ from specjax.pallas.target_rows import (
 )
 from specjax.types import Verification
 
-__all__ = ["evaluate_by_rule", "log_weights_by_rule", "verify_rows"]
-
 
 def verify_rows(inputs: VerifyInputs, options: CallOptions) -> Verification:
     """Verifies a batch.

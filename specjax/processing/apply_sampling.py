@@ -16,8 +16,6 @@ from specjax.processing.process_logits import process_logits
 from specjax.processing.sampling_params import SamplingParams, mask_width, split_sampling
 from specjax.processing.token_counts import TokenCounts, count_committed
 
-__all__ = ["apply_rules_and_filters", "apply_sampling", "apply_sampling_to_draft", "count_prompt"]
-
 
 def apply_sampling(
     logits: jax.Array,

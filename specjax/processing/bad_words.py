@@ -9,8 +9,6 @@ import numpy as np
 
 from specjax.processing.history import History, recent_tokens
 
-__all__ = ["bad_words_array", "forbid_words", "word_lengths"]
-
 
 def bad_words_array(words: Sequence[Any]) -> np.ndarray:
     """Returns token sequences as one padded array on the host.

@@ -7,8 +7,6 @@ import numpy as np
 
 from specjax.checks import check_count
 
-__all__ = ["bias_array"]
-
 
 def bias_array(
     biases: Mapping[int, float] | Sequence[Mapping[int, float]], vocab_size: int

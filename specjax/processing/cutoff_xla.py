@@ -38,8 +38,6 @@ from specjax.devices.placement import pvary_like
 from specjax.devices.rows import LogitRows, logit_rows
 from specjax.devices.vocabulary_split import VocabularySplit
 
-__all__ = ["cutoff_of_rows"]
-
 # Blocks to which rows are gathered: an eighth of today's vocabularies, at the cost of half a pass
 # over them. The top 128 tokens fit wherever they lie.
 _NUM_GATHERED = 128

@@ -15,8 +15,6 @@ from specjax.processing.bad_words import word_lengths
 from specjax.processing.history import History
 from specjax.processing.sampling_params import SamplingParams
 
-__all__ = ["DraftVocabulary", "read_vocabulary"]
-
 _BITS_PER_WORD = 32
 
 

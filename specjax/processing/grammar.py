@@ -12,8 +12,6 @@ import jax
 import jax.export
 import jax.numpy as jnp
 
-__all__ = ["Grammar", "advance", "allowed_columns", "row_states", "start_states"]
-
 _BITS_PER_WORD = 32
 
 

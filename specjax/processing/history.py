@@ -8,8 +8,6 @@ import jax.numpy as jnp
 
 from specjax.processing.token_counts import TokenCounts
 
-__all__ = ["History", "recent_tokens"]
-
 
 class History(NamedTuple):
     """The committed tokens of a batch, which penalties, bad words and a grammar read.

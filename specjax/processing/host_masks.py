@@ -10,14 +10,6 @@ import numpy as np
 
 from specjax.processing.sampling_params import SamplingParams, parse_sampling
 
-__all__ = [
-    "draft_sampling",
-    "has_row_masks",
-    "split_first_mask",
-    "with_first_mask",
-    "with_row_masks",
-]
-
 
 def has_row_masks(sampling: SamplingParams | None) -> bool:
     """Returns whether the mask has an axis of rows, and so is of one step alone."""

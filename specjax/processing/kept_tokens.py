@@ -36,15 +36,6 @@ from specjax.checks import (
 from specjax.core.logsumexp import mask_below_cutoff
 from specjax.core.temperature import parse_temperature, spread_over_rows
 
-__all__ = [
-    "KeptTokens",
-    "check_max_kept",
-    "empty_kept",
-    "kept_logprobs",
-    "kept_tokens",
-    "list_kept",
-]
-
 _BITS_PER_WORD = 32
 
 

@@ -17,8 +17,6 @@ from specjax.devices.vocabulary_split import VocabularySplit, axis_of, parse_spl
 from specjax.implementation import Implementation, choose_implementation, resolve_implementation
 from specjax.processing.cutoff_xla import cutoff_of_rows
 
-__all__ = ["cutoff_shard", "find_cutoff", "logit_cutoff"]
-
 # float32 counts tokens exactly up to here.
 _MAX_TOKENS = 2**24
 

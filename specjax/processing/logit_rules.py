@@ -14,8 +14,6 @@ from specjax.processing.grammar import Grammar, allowed_columns, row_states
 from specjax.processing.history import History
 from specjax.processing.sampling_params import FIELDS, SamplingParams
 
-__all__ = ["PENALTIES", "RowContext", "apply_rules"]
-
 
 class RowContext(NamedTuple):
     """The tokens before each row, which penalties, bad words and a grammar read.

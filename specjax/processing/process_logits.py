@@ -21,8 +21,6 @@ from specjax.processing.rule_checks import (
 )
 from specjax.processing.sampling_params import SamplingParams, parse_sampling, split_sampling
 
-__all__ = ["process_logits"]
-
 
 def process_logits(
     logits: jax.Array,

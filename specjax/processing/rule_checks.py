@@ -12,8 +12,6 @@ from specjax.processing.history import History
 from specjax.processing.sampling_params import FIELDS, SamplingParams, mask_width
 from specjax.processing.token_counts import TokenCounts
 
-__all__ = ["check_drafted", "check_history", "check_rules_split", "check_widths"]
-
 _BITS_PER_WORD = 32
 
 

@@ -18,17 +18,6 @@ from specjax.checks import as_array, check_shape, check_type, parse_array, parse
 from specjax.core.truncation import Filters
 from specjax.processing.grammar import Grammar
 
-__all__ = [
-    "FIELDS",
-    "SamplingField",
-    "SamplingParams",
-    "mask_width",
-    "parse_sampling",
-    "read_draft_sampling",
-    "read_sampling",
-    "split_sampling",
-]
-
 _BITS_PER_WORD = 32
 
 

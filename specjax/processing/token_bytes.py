@@ -4,8 +4,6 @@ import json
 import re
 from typing import Any
 
-__all__ = ["BYTE_TOKEN", "token_bytes"]
-
 # How ByteFallback names the token of a byte.
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _NO_CHARACTER = "\ufffd"

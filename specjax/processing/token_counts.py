@@ -17,8 +17,6 @@ from specjax.devices.placement import pvary_like
 from specjax.devices.rows import logit_rows
 from specjax.devices.vocabulary_split import VocabularySplit, parse_split
 
-__all__ = ["TokenCounts", "add_to_counts", "count_committed", "count_tokens", "update_counts"]
-
 
 class TokenCounts(NamedTuple):
     """How often each token occurs in each request: 5 bytes per request and token of V.

@@ -21,17 +21,6 @@ from specjax.implementation import choose_implementation, is_for_cpu_alone
 from specjax.samplers.reference.verify import verify_batch
 from specjax.types import Verification
 
-__all__ = [
-    "broadcast_requests",
-    "empty_verification",
-    "kernels_available",
-    "once_per_request",
-    "resize_tokens",
-    "verify_over_mesh",
-    "verify_ragged",
-    "verify_shard",
-]
-
 _Arrays = TypeVar("_Arrays", VerifyInputs, SampleArrays, TreeArrays)
 
 

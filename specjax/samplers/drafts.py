@@ -11,8 +11,6 @@ from specjax.core.acceptance import num_valid_drafts
 from specjax.devices.map_parts import map_parts
 from specjax.types import Draft
 
-__all__ = ["draft_from_probs", "gather_drafts"]
-
 
 def gather_drafts(
     cache: Draft, cached_request_ids: jax.Array, request_ids: jax.Array, num_tokens: jax.Array

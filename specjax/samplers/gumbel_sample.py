@@ -19,8 +19,6 @@ from specjax.implementation import choose_implementation
 from specjax.samplers.batch import broadcast_requests, kernels_available
 from specjax.types import Sample
 
-__all__ = ["gumbel_sample", "sample_batch", "sample_shard"]
-
 
 def gumbel_sample(
     logits: jax.Array,

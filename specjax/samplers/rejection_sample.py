@@ -42,8 +42,6 @@ from specjax.samplers.batch import (
 )
 from specjax.types import Draft, RaggedDraft, Verification
 
-__all__ = ["rejection_sample", "run_verification", "verify_draft"]
-
 
 def rejection_sample(
     draft: Draft | RaggedDraft,

@@ -25,8 +25,6 @@ from specjax.samplers.trees.tree import MAX_DEPTH
 from specjax.samplers.trees.verify_tree import verify_trees
 from specjax.types import TreeDraft, TreeVerification
 
-__all__ = ["tree_rejection_sample"]
-
 
 def tree_rejection_sample(
     tree: TreeDraft,

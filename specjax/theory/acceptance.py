@@ -4,8 +4,6 @@ from typing import Any
 
 from specjax.theory.arrays import as_floats, check_probabilities
 
-__all__ = ["acceptance_rate"]
-
 
 def acceptance_rate(p: Any, q: Any) -> Any:
     r"""Returns the probability that token-level rejection sampling accepts a sampled draft.

@@ -10,16 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-__all__ = [
-    "acceptance_lengths",
-    "check_number",
-    "conditional_rates",
-    "expected_acceptance_length",
-    "geometric_rates",
-    "rates_for_length",
-    "to_float",
-]
-
 # With a smaller decay, a geometric schedule falls off faster than measured drafts do. If no base
 # reaches the mean at this decay, the decay rises.
 _SMALLEST_DECAY = 0.85

@@ -6,8 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-__all__ = ["as_floats", "check_probabilities"]
-
 # A row that was normalised in bfloat16 may be off by this.
 _SUM_TOLERANCE = 1e-2
 

@@ -15,8 +15,6 @@ import numpy as np
 
 from specjax.core.noise import SAMPLING_BLOCK
 
-__all__ = ["match_probability"]
-
 
 def match_probability(p: Any, q: Any, block_size: int = SAMPLING_BLOCK) -> float:
     r"""Returns the probability that coupled draws from p and q agree, in float64 on the host.

@@ -16,8 +16,6 @@ import numpy as np
 
 from specjax.theory.arrays import check_probabilities
 
-__all__ = ["optimal_acceptance_rate"]
-
 _MAX_TOKENS = 16
 
 

@@ -18,8 +18,6 @@ import numpy as np
 
 from specjax.theory.arrays import check_probabilities
 
-__all__ = ["rates_given_text", "unconditional_rates"]
-
 _METHODS = ("standard", "block")
 
 

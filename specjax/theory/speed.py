@@ -7,8 +7,6 @@ import numpy as np
 
 from specjax.theory.arrays import as_floats
 
-__all__ = ["BestK", "best_k"]
-
 
 class BestK(NamedTuple):
     """The choice of `best_k`, and the speeds it compares.

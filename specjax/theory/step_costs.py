@@ -13,8 +13,6 @@ import numpy as np
 from specjax.file_io import quote, read_file, replace_file
 from specjax.theory.acceptance_rates import to_float
 
-__all__ = ["MAX_SPECULATIVE_TOKENS", "StepCosts", "check_costs", "read_step_costs"]
-
 MAX_SPECULATIVE_TOKENS = 32
 _MAX_FILE_BYTES = 2**24
 

@@ -6,8 +6,6 @@ import hashlib
 import pathlib
 from typing import NamedTuple
 
-__all__ = ["ROOT", "Mutation", "digest", "find_test", "mutated_file", "source_of"]
-
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 

@@ -10,8 +10,6 @@ from .mutation import ROOT, source_of
 from .operators import Change, changes
 from .run import copied_tree, passing_tests, run_text
 
-__all__ = ["TABLE", "Seen", "change_text", "read_seen", "run_operators", "seen_line"]
-
 TABLE = pathlib.Path(__file__).with_name("operated.tsv")
 
 

@@ -10,8 +10,6 @@ from typing import NamedTuple
 
 from .mutation import ROOT, Mutation, mutated_file, source_of
 
-__all__ = ["Change", "changes", "equal_to_listed"]
-
 _COMPARISONS: dict[type[ast.cmpop], tuple[type[ast.cmpop], ...]] = {
     ast.Lt: (ast.LtE, ast.Gt),
     ast.LtE: (ast.Lt, ast.GtE),

@@ -13,8 +13,6 @@ from typing import Any, NamedTuple
 
 from .mutation import ROOT, Mutation, mutated_file
 
-__all__ = ["Outcome", "copied_tree", "passing_tests", "run_mutation", "run_text", "verdict"]
-
 _COPIED = ("specjax", "tests", "examples", "benchmarks", "docs")
 _COPIED += ("conftest.py", "pyproject.toml", "README.md")
 _LARGE = 200_000

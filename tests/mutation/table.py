@@ -6,8 +6,6 @@ from collections.abc import Mapping, Sequence
 from .mutation import Mutation
 from .run import Outcome
 
-__all__ = ["TABLE", "counts", "read_table", "written_table"]
-
 TABLE = "table.md"
 _TITLES = "| function | what is wrong then | changed | seen by |"
 

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tokenize
 
+import public_names
 import pytest
 from checkpoints import write_checkpoints, write_shallow
 from scripts import run_process, run_script
@@ -499,19 +500,21 @@ def public_definitions(path):
 def offences_of_all(path):
     """What is wrong with the `__all__` of a file, in sentences."""
     defined = set(public_definitions(path))
-    if path.stem == "__init__" and not defined:
-        return
+    is_room = path.stem == "__init__" or module_of(path) in public_names.ROOMS
     names = getattr(importlib.import_module(module_of(path)), "__all__", None)
     if names is None:
-        yield f"{name_of(path)} has no __all__."
+        if is_room and defined:
+            yield f"{name_of(path)} has no __all__."
         return
+    if not is_room:
+        yield f"{name_of(path)} has an __all__, and is not public."
     if list(names) != sorted(names):
         yield f"__all__ of {name_of(path)} is not sorted."
     for name in sorted({name for name in names if not name.startswith("_")} ^ defined):
         yield f"{name_of(path)}: {name} is in __all__ or defined here, but not both."
 
 
-def test_all_is_sorted_and_is_what_the_module_defines():
+def test_public_modules_alone_have_all_which_is_sorted_and_what_they_define():
     paths = [path for path in FILES if path.stem != "__main__"]
     refuse(offence for path in paths for offence in offences_of_all(path))
 

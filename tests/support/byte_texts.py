@@ -3,8 +3,6 @@
 from specjax.contrib.grammars.byte_automaton import byte_automaton
 from specjax.contrib.grammars.json_schema import schema_pattern
 
-__all__ = ["accepts", "automaton_of"]
-
 
 def automaton_of(schema):
     """The automaton of a schema's texts."""

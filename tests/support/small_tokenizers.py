@@ -5,8 +5,6 @@ import functools
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
-__all__ = ["KINDS", "make"]
-
 # Whole characters of one to four bytes, and a byte that is no part of any.
 _BYTES = sorted({*"\n A東é🙂".encode(), 0xFF})
 _SPECIAL = ["<s>", "</s>"]

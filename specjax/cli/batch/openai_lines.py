@@ -8,8 +8,6 @@ from collections.abc import Mapping
 from specjax.cli.option_table import suggest
 from specjax.file_io import JsonObject, quote, shorten
 
-__all__ = ["is_openai_line", "translate_line"]
-
 _ENVELOPE = ("custom_id", "method", "url", "body")
 _PROMPT_OF_URL = {"/v1/chat/completions": "messages", "/v1/completions": "prompt"}
 _LENGTHS = ("max_tokens", "max_completion_tokens")

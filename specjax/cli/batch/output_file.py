@@ -19,8 +19,6 @@ from specjax.file_io import JsonObject, read_stream
 if sys.platform != "win32":
     import fcntl
 
-__all__ = ["OutputFile"]
-
 _MAX_BYTES = 2**34
 # Fields of every appended line.
 _BEGINNING = b'{"line": '

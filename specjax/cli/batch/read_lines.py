@@ -15,8 +15,6 @@ from specjax.cli.option_table import suggest
 from specjax.engine.stop_strings import check_stop
 from specjax.file_io import JsonObject, quote, shorten
 
-__all__ = ["Encode", "FIELDS", "PromptLine", "read_lines"]
-
 _MAX_WORD = 40
 _PROMPTS = ("prompt", "prompt_token_ids", "messages", "turns")
 # Returns the tokens of a text, or of a conversation as a list of messages.

@@ -42,8 +42,6 @@ from specjax.processing.grammar import Grammar
 from specjax.processing.sampling_params import SamplingParams
 from specjax.types import Model
 
-__all__ = ["BatchJob", "read_batch", "run_batch"]
-
 _MAX_BYTES = 2**32
 # A device or a pipe has no size and may have no end.
 _MAX_BYTES_OF_STREAM = 2**28

@@ -23,8 +23,6 @@ from specjax.cli.generate import (
 from specjax.cli.model_pair import check_vocabulary, encode_text, render_chat
 from specjax.decode.drafters import Models
 
-__all__ = ["Answer", "Conversation", "choose_capacity"]
-
 
 class Answer(NamedTuple):
     """An answer and its counts.

@@ -18,8 +18,6 @@ from specjax.decode.drafters import Models, reads_chunks
 from specjax.decode.state import DecodeState
 from specjax.engine.slots import PromptCaches, grow_caches
 
-__all__ = ["PrefixCache"]
-
 
 class PrefixCache:
     """The caches of one text of one request.

@@ -19,8 +19,6 @@ from specjax.cli.model_pair import (
 from specjax.cli.option_table import suggest
 from specjax.cli.streams import catch_interrupt, raise_on_interrupt
 
-__all__ = ["read_chat", "run_chat"]
-
 _COMMANDS = {
     "/reset": "forget the messages, keep the system message",
     "/system": "TEXT: set the system message; without TEXT: remove it",

@@ -10,8 +10,6 @@ from specjax.cli.arguments import SAMPLING_OPTIONS, TEMPERATURE
 from specjax.cli.option_table import option_name
 from specjax.file_io import quote, read_file
 
-__all__ = ["take_defaults"]
-
 _MAX_BYTES = 2**28
 _NAMES = ("top_k", "top_p", "min_p", "repetition_penalty")
 _OPTIONS = {"temperature": TEMPERATURE} | {name: SAMPLING_OPTIONS[name] for name in _NAMES}

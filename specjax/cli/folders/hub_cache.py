@@ -7,8 +7,6 @@ import os
 import pathlib
 import re
 
-__all__ = ["find_model", "model_name"]
-
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 

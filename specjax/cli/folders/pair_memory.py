@@ -17,8 +17,6 @@ from specjax.decode.drafters import Drafter, model_drafter, ngram_drafter
 from specjax.decode.memory import free_bytes, memory_needs
 from specjax.decode.options import LoopOptions
 
-__all__ = ["describe_memory", "report_memory"]
-
 # Bytes of a target's files. A smaller one is loaded before a sentence is read.
 _LEAST_SHOWN = 2**30
 

@@ -27,8 +27,6 @@ from specjax.engine.async_engine import AsyncEngine
 from specjax.engine.engine import Engine
 from specjax.processing.sampling_params import SamplingParams
 
-__all__ = ["bind", "make_service", "read_service", "serve"]
-
 _MOST_LENGTH = 4096
 # Without spaces between values, of which a model may write any number.
 _SEPARATORS = {"whitespace_flexible": False, "item_separator": ",", "key_separator": ":"}

@@ -9,8 +9,6 @@ from specjax.cli.option_table import Command, Option, flag
 from specjax.cli.processes import MESH_OPTIONS
 from specjax.cli.speculation_arguments import SPECULATION_OPTIONS
 
-__all__ = ["check_serve_options", "serve_command"]
-
 _PACKAGES = ("starlette", "uvicorn")
 _SERVER_OPTIONS = {
     "host": Option(

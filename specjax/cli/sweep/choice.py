@@ -18,8 +18,6 @@ import numpy as np
 
 from specjax import theory
 
-__all__ = ["Acceptance", "Best", "choose_best", "standard_errors"]
-
 # Acceptance of neighbouring steps is correlated, so batches are few and long. With the embedded
 # models and 10 to 170 steps, the 95 % interval from 5 batches covered the truth in 90 - 97 % of
 # runs. From 20 batches it did in 78 - 95 %.

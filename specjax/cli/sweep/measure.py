@@ -40,13 +40,6 @@ from specjax.decode.step_times import (
 )
 from specjax.types import Model
 
-__all__ = [
-    "Workload",
-    "measure_acceptance",
-    "measure_adaptive_costs",
-    "measure_steps",
-]
-
 
 class Workload(NamedTuple):
     """A pair, the prompts, and the sizes of the measurement.

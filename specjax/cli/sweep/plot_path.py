@@ -5,8 +5,6 @@ import os
 import pathlib
 import tempfile
 
-__all__ = ["check_plot_path"]
-
 _PLOT_SUFFIXES = (".png", ".svg", ".pdf")
 
 

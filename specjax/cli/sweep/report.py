@@ -13,8 +13,6 @@ from specjax.cli.sweep.measure import Workload
 from specjax.decode.step_times import StepTimes
 from specjax.file_io import JsonObject, replace_file
 
-__all__ = ["conclusion", "conditions", "report_tables", "to_json", "write_plot"]
-
 # Columns of the tables: headings, and how a row of the report fills a cell.
 _SPEED_COLUMNS = (
     ("K", "{K}"),

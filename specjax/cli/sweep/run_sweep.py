@@ -23,8 +23,6 @@ from specjax.decode.step_times import buffer_tokens
 from specjax.file_io import JsonObject
 from specjax.version import __version__
 
-__all__ = ["read_workload", "run_sweep"]
-
 
 def read_workload(pair: ModelPair, texts: list[str], terminal: Any) -> Workload:
     """Reads prompts and models into a `Workload`.

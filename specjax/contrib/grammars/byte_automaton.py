@@ -8,8 +8,6 @@ import numpy as np
 
 from specjax.contrib.grammars.byte_pattern import Bytes, Choice, Members, Pattern, Repeat, Sequence
 
-__all__ = ["ByteAutomaton", "byte_automaton"]
-
 # Of the nondeterministic automaton: a character of a JSON string has 31, and becomes 14 states.
 _PARTS_PER_STATE = 8
 

@@ -3,18 +3,6 @@
 import dataclasses
 from collections.abc import Iterable
 
-__all__ = [
-    "Bytes",
-    "Choice",
-    "Members",
-    "Pattern",
-    "Repeat",
-    "Sequence",
-    "byte_range",
-    "literal",
-    "optional",
-]
-
 
 @dataclasses.dataclass(frozen=True)
 class Bytes:

@@ -12,8 +12,6 @@ from specjax.contrib.grammars.token_automaton import max_states, token_automaton
 from specjax.file_io import quote
 from specjax.processing.grammar import Grammar
 
-__all__ = ["json_schema_grammar", "schema_pattern"]
-
 _KEYWORDS = {
     "object": ("properties", "required", "additionalProperties"),
     "array": ("items", "minItems", "maxItems"),

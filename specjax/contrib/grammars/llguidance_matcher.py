@@ -7,8 +7,6 @@ from typing import Any
 
 from specjax.decode.matchers import Matcher
 
-__all__ = ["llguidance_matchers", "llguidance_reader"]
-
 
 def llguidance_matchers(
     grammars: Sequence[str | Mapping[str, Any]],

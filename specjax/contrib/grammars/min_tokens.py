@@ -8,8 +8,6 @@ from specjax.checks import check_count, parse_ids
 from specjax.contrib.grammars.token_automaton import max_states
 from specjax.processing.grammar import Grammar
 
-__all__ = ["min_tokens_grammar"]
-
 _BITS_PER_WORD = 32
 
 

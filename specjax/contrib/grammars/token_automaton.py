@@ -15,8 +15,6 @@ import numpy as np
 from specjax.contrib.grammars.byte_automaton import ByteAutomaton
 from specjax.processing.grammar import Grammar
 
-__all__ = ["max_states", "token_automaton"]
-
 _BITS_PER_WORD = 32
 _MAX_BYTES = 2**29
 _MAX_STATES = 65536

@@ -25,8 +25,6 @@ from specjax.contrib.serve.service import Choice, Service
 from specjax.engine.request import StreamChunk
 from specjax.engine.usage import Usage
 
-__all__ = ["TextAnswer", "error_response", "json_response"]
-
 _T = TypeVar("_T")
 _STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 

@@ -30,8 +30,6 @@ from specjax.contrib.serve.parameters import (
 from specjax.contrib.serve.responses import ChatReply, CompletionReply, Reply
 from specjax.contrib.serve.service import Service
 
-__all__ = ["make_app"]
-
 # Threads that read bodies and encode prompts: a few, as they share the processor with the engine.
 _NUM_THREADS = 4
 # Reading a schema may take a second of a processor: others wait for it, and nothing else does.

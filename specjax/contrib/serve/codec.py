@@ -10,8 +10,6 @@ from specjax.contrib.serve.errors import ApiError
 from specjax.contrib.serve.parameters import Message
 from specjax.file_io import JsonObject, read_file
 
-__all__ = ["Codec", "GilFreeTokenizer", "tokenizer_info"]
-
 _MAX_BYTES = 2**24
 
 

@@ -4,8 +4,6 @@ from collections.abc import Mapping
 
 from specjax.file_io import shorten
 
-__all__ = ["ApiError", "error_body", "error_headers"]
-
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 

@@ -7,8 +7,6 @@ from typing import Any, TypeAlias
 from specjax.contrib.serve.errors import ApiError
 from specjax.file_io import quote, shorten
 
-__all__ = ["Reader", "constant", "flag", "number", "object_of", "parse_json", "read_fields", "text"]
-
 # (name, value) -> the value, checked; it raises `ApiError`.
 Reader: TypeAlias = Callable[[str, object], Any]
 

@@ -2,8 +2,6 @@
 
 from typing import NamedTuple
 
-__all__ = ["Limits"]
-
 
 class Limits(NamedTuple):
     """Limits of a server.

@@ -4,8 +4,6 @@ from collections.abc import Iterable
 
 from specjax.engine.async_engine import AsyncEngine
 
-__all__ = ["metrics_text"]
-
 
 def metrics_text(server: AsyncEngine) -> str:
     """Returns counts and states of an engine.

@@ -15,8 +15,6 @@ from specjax.contrib.serve.fields import Reader
 from specjax.contrib.serve.limits import Limits
 from specjax.file_io import quote
 
-__all__ = ["Message", "Parameters", "Prompt", "read_chat", "read_completion", "read_messages"]
-
 # A text, or the ids of its tokens.
 Prompt = str | list[int]
 Message = dict[str, str]

@@ -13,8 +13,6 @@ from typing import Any, NamedTuple
 from specjax.contrib.serve.token_scores import TokenScore, chat_logprobs, completion_logprobs
 from specjax.contrib.serve.token_texts import TokenTexts
 
-__all__ = ["ChatReply", "CompletionReply", "END_OF_STREAM", "Part", "Reply", "event", "to_json"]
-
 END_OF_STREAM = b"data: [DONE]\n\n"
 
 

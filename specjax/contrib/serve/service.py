@@ -25,8 +25,6 @@ from specjax.engine.submission import key_of_seed
 from specjax.engine.usage import Usage
 from specjax.processing.sampling_params import SamplingParams
 
-__all__ = ["Choice", "Service"]
-
 # Values by which a field of `SamplingParams` changes nothing.
 _OFF = {"top_k": (0, -1), "top_p": (1,), "min_p": (0,), "repetition_penalty": (1,)}
 

@@ -10,8 +10,6 @@ from typing import Any, NamedTuple
 
 from specjax.contrib.serve.token_texts import TokenTexts
 
-__all__ = ["TokenScore", "chat_logprobs", "completion_logprobs", "score_tokens"]
-
 # What OpenAI writes for a token of probability 0: JSON has no infinity.
 _NO_PROBABILITY = -9999.0
 

@@ -6,8 +6,6 @@ from typing import Any
 
 from specjax.processing.token_bytes import token_bytes
 
-__all__ = ["Offsets", "TokenTexts"]
-
 
 class TokenTexts:
     """Texts of the tokens of a vocabulary.

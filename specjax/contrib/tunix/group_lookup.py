@@ -12,8 +12,6 @@ from specjax.decode.drafters import Drafter, ngram_drafter
 from specjax.decode.propose import DraftInputs
 from specjax.types import Draft
 
-__all__ = ["group_lookup_drafter"]
-
 
 def group_lookup_drafter(groups: Any, *, max_ngram: int = 3, min_ngram: int = 1) -> Drafter:
     """Returns a drafter by lookup in the prompts and outputs of all requests of a group.

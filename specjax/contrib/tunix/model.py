@@ -16,8 +16,6 @@ from flax import nnx
 
 from specjax.types import Model
 
-__all__ = ["Graph", "make_model", "name_arrays", "split_transformer", "tunix_model"]
-
 _EMBEDDING = "embedder.input_embedding"
 _FAMILIES = ("Qwen3", "Llama3", "Gemma")
 # A transformer traced under a mesh constrains arrays of whole batches, but these are rows.

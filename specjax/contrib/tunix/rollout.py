@@ -27,9 +27,6 @@ from specjax.decode.options import LoopOptions
 from specjax.processing.kept_tokens import KeptTokens
 from specjax.types import Model
 
-__all__ = ["SpecRollout"]
-
-
 # Tunix's cluster requires its `BaseRollout`.
 _BaseRollout: Any = object
 if importlib.util.find_spec("tunix") is not None:

@@ -12,16 +12,6 @@ from specjax.decode.generate import Generation
 from specjax.processing.kept_tokens import KeptTokens
 from specjax.processing.sampling_params import SamplingParams
 
-__all__ = [
-    "Prompts",
-    "cut_kept",
-    "cut_texts",
-    "read_filters",
-    "read_key",
-    "read_prompts",
-    "read_temperature",
-]
-
 
 class Prompts(NamedTuple):
     """Tokens of prompts, padded to one width.

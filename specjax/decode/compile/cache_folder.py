@@ -9,8 +9,6 @@ import platform
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
-__all__ = ["command_folder", "enable_compilation_cache", "is_cache_in_use", "processor_id"]
-
 
 def enable_compilation_cache(
     folder: str | os.PathLike[str] | None = None, *, min_compile_seconds: float = 0.2

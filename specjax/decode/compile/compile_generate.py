@@ -48,8 +48,6 @@ from specjax.file_io import JsonObject
 from specjax.processing.sampling_params import FIELDS, SamplingParams
 from specjax.types import Model
 
-__all__ = ["CompiledGenerate", "compile_generate", "load_compiled"]
-
 # Fields of `CompiledGenerate` that a file holds as they are.
 _DESCRIBED = ("batch_size", "num_eos_token_ids", "vocab_size", "arguments")
 _fold_in_rows = jax.jit(fold_in_rows, static_argnames="size")

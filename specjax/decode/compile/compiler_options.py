@@ -4,8 +4,6 @@ from typing import Any
 
 import jax
 
-__all__ = ["prefill_options", "small_program_options"]
-
 # XLA's default, and loops.
 _COMMANDS_IN_GRAPHS = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,WHILE"
 

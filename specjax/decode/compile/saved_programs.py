@@ -29,15 +29,6 @@ from specjax.decode.compile.cache_folder import processor_id
 from specjax.file_io import JsonObject, quote, replace_file
 from specjax.version import __version__
 
-__all__ = [
-    "SavedProgram",
-    "describe_process",
-    "load_program",
-    "read_programs",
-    "serialize_programs",
-    "write_programs",
-]
-
 _FORMAT = "specjax.CompiledGenerate 2"
 _START = b'{"format": "specjax.CompiledGenerate'
 _MAX_HEADER_BYTES = 2**26

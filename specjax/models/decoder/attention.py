@@ -13,15 +13,6 @@ from specjax.models.decoder.rope import rotate
 from specjax.models.decoder.shared_math import AttentionSpec, cache_entries
 from specjax.types import Pieces
 
-__all__ = [
-    "AttentionBackend",
-    "attend",
-    "causal_attention",
-    "layer_caches",
-    "split_heads",
-    "write_entries",
-]
-
 AttentionBackend = Literal["xla", "cudnn"] | None
 
 

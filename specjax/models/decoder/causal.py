@@ -12,8 +12,6 @@ from specjax.models.decoder.attention import AttentionBackend
 from specjax.models.decoder.config import TransformerConfig
 from specjax.models.decoder.transformer import merge_model
 
-__all__ = ["causal_hidden", "causal_taps"]
-
 
 def causal_hidden(
     config: TransformerConfig,

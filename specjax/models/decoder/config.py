@@ -4,8 +4,6 @@ import dataclasses
 
 from specjax.models.decoder.rope import RopeScaling
 
-__all__ = ["ACTIVATIONS", "DTYPES", "TransformerConfig"]
-
 DTYPES = ("bfloat16", "float16", "float32")
 ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
 

@@ -35,24 +35,6 @@ from specjax.models.decoder.pallas.tilings import (
 )
 from specjax.models.decoder.shared_math import AttentionSpec, NormSpec
 
-__all__ = [
-    "Addend",
-    "DeferredNorm",
-    "KernelChoice",
-    "PartialProduct",
-    "QKVWeights",
-    "attention",
-    "begin_norm",
-    "can_defer_norm",
-    "glu",
-    "kernel_choice",
-    "kv_tiling",
-    "matmul",
-    "matmul_table",
-    "num_xla_parts",
-    "product_tiling",
-]
-
 
 class KernelChoice(NamedTuple):
     """Settings of the kernels of one decode step.

@@ -39,8 +39,6 @@ from specjax.models.decoder.layers import (
     summed_linear,
 )
 
-__all__ = ["decode_step", "layer_step", "product", "table_product"]
-
 _MIN_ROWS = 8
 # Maximum of extra numbers, beyond one product, that devices exchange as unsummed parts: 256 KB. On
 # two H200s that psum takes 1.6 us longer than one of 16 KB; the launch that adds parts takes 1.7.

@@ -20,8 +20,6 @@ from specjax.models.decoder.layers import table_logits
 from specjax.models.decoder.row_groups import decode_by_groups, logits_by_groups
 from specjax.types import Pieces
 
-__all__ = ["run_decoder", "run_layer", "run_product", "run_table"]
-
 
 def run_decoder(
     model: Any,

@@ -16,21 +16,6 @@ from specjax.models.decoder.attention import AttentionBackend, attend, causal_at
 from specjax.models.decoder.config import TransformerConfig
 from specjax.models.decoder.shared_math import AttentionSpec, NormSpec
 
-__all__ = [
-    "Attention",
-    "Layer",
-    "MLP",
-    "RMSNorm",
-    "embed_tokens",
-    "linear",
-    "residual_add",
-    "rms_norm",
-    "sum_shares",
-    "summed_linear",
-    "table_logits",
-    "weight",
-]
-
 
 def weight(rngs: nnx.Rngs | None, config: TransformerConfig, *shape: int) -> nnx.Param:
     """Returns a random parameter of the configuration's dtype; zeros if only shapes are wanted."""

@@ -16,8 +16,6 @@ import jax.numpy as jnp
 
 from specjax.models.decoder.shared_math import rotate_halves
 
-__all__ = ["RopeScaling", "rope_cos_sin", "rotate"]
-
 
 class RopeScaling(NamedTuple):
     """Stretches rotary wavelengths for sequences longer than in pretraining.

@@ -23,8 +23,6 @@ from specjax.models.decoder.attention import split_heads, write_entries
 from specjax.models.decoder.layers import Layer, linear, table_logits
 from specjax.models.decoder.shared_math import AttentionSpec, is_visible
 
-__all__ = ["decode_by_groups", "logits_by_groups"]
-
 _SEGMENT = 256
 
 

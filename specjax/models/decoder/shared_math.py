@@ -11,15 +11,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-__all__ = [
-    "AttentionSpec",
-    "NormSpec",
-    "cache_entries",
-    "is_visible",
-    "last_visible",
-    "rotate_halves",
-]
-
 
 @dataclasses.dataclass(frozen=True)
 class AttentionSpec:

@@ -20,15 +20,6 @@ from specjax.models.decoder.layers import Layer, RMSNorm, embed_tokens, weight
 from specjax.models.decoder.rope import rope_cos_sin
 from specjax.types import Model
 
-__all__ = [
-    "Transformer",
-    "build",
-    "functions",
-    "merge_model",
-    "param_shapes",
-    "tap_function",
-]
-
 
 class Transformer(nnx.Module):
     """The decoder as an NNX module; `functions` is its view as pure functions.

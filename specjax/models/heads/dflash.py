@@ -34,15 +34,6 @@ from specjax.models.decoder.rope import rope_cos_sin, rotate
 from specjax.models.decoder.shared_math import NormSpec, cache_entries
 from specjax.models.decoder.transformer import Transformer, functions
 
-__all__ = [
-    "ContextWeights",
-    "DFlashConfig",
-    "DFlashHead",
-    "build_dflash",
-    "init_dflash_cache",
-    "merge_dflash",
-]
-
 _MAX_BLOCK = 256  # A cache has room for a block more than the text.
 
 

@@ -30,9 +30,6 @@ from specjax.models.heads.head_target import HeadTarget, head_target
 from specjax.models.heads.sample_block import sample_block
 from specjax.types import Draft, Model, Pieces
 
-__all__ = ["dflash_drafter", "eagle3_drafter"]
-
-
 _Config = TypeVar("_Config", Eagle3Config, DFlashConfig)
 
 

@@ -29,8 +29,6 @@ from specjax.models.decoder.dispatch import run_layer, run_product
 from specjax.models.decoder.layers import Layer, RMSNorm, linear, weight
 from specjax.models.decoder.rope import rope_cos_sin, rotate
 
-__all__ = ["Eagle3Config", "Eagle3Head", "build_eagle3", "merge_eagle3", "unrolled_eagle3"]
-
 _MASKED = -1e30  # Finite, since the first token of a sequence has no context.
 
 

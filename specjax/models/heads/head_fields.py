@@ -12,8 +12,6 @@ from specjax.file_io import JsonObject, quote
 from specjax.models.hf.config_fields import FIELD_NAMES, OBJECT, Field
 from specjax.models.hf.config_json import CHECKED_FIELDS, read_fields, refuse_quantised
 
-__all__ = ["ANY", "FLAG", "HeadFields", "Known", "SIZE", "any_of", "default_taps", "refuse_unknown"]
-
 _ANY_VALUE = Field(lambda v: True, "anything")
 FLAG = Field(lambda v: v is None or isinstance(v, bool), "true or false")
 """A field that is true, false or absent."""

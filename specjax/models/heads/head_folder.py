@@ -31,18 +31,6 @@ from specjax.models.hf.weight_map import (
     weight_entries,
 )
 
-__all__ = [
-    "DraftKind",
-    "HeadFormat",
-    "HeadTensors",
-    "draft_kind",
-    "head_entries",
-    "load_head",
-    "open_head",
-    "refuse_eagle1",
-    "save_head",
-]
-
 DraftKind = Literal["model", "eagle3", "dflash"]
 
 _SPECULATORS: dict[str, DraftKind] = {"eagle3": "eagle3", "dflash": "dflash"}

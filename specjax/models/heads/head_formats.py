@@ -26,8 +26,6 @@ from specjax.models.heads.head_folder import HeadFormat, head_entries, load_head
 from specjax.models.hf.config_fields import POSITIVE, Field
 from specjax.models.hf.weight_map import WeightEntry, vector_entry
 
-__all__ = ["DFLASH", "EAGLE3", "load_dflash", "load_eagle3", "save_dflash", "save_eagle3"]
-
 _OLD_TAP_NORMS = ("aux_norm_low", "aux_norm_mid", "aux_norm_high")
 _FLAGS = ("fc_norm", "norm_before_fc", "norm_before_residual", "norm_output")
 _EAGLE_CONFIG: Known = {

@@ -17,8 +17,6 @@ from specjax.models.heads.dflash import DFlashConfig
 from specjax.models.heads.eagle3 import Eagle3Config
 from specjax.types import Model
 
-__all__ = ["HeadTarget", "check_target", "head_target"]
-
 
 class HeadTarget(NamedTuple):
     """The parts of a target that a head uses; equal for equal targets, to share programs.

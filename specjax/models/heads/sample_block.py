@@ -27,8 +27,6 @@ from specjax.processing.sampling_params import read_draft_sampling, split_sampli
 from specjax.samplers.gumbel_sample import sample_batch
 from specjax.types import Draft
 
-__all__ = ["sample_block"]
-
 
 def sample_block(
     logits: jax.Array,

@@ -16,8 +16,6 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from specjax.file_io import JsonObject, quote, shorten
 from specjax.models.hf.folder import find_folder, read_json_object, read_small_file
 
-__all__ = ["chat_prompt"]
-
 _TEMPLATE_FILE, _TOKENIZER_CONFIG = "chat_template.jinja", "tokenizer_config.json"
 
 

@@ -46,8 +46,6 @@ from specjax.models.sharding import (
 )
 from specjax.types import Model
 
-__all__ = ["load", "load_shapes", "load_tokenizer", "resolve_dtype", "save"]
-
 _WEIGHTS, _ADAPTER = "model.safetensors", "adapter_config.json"
 _SECONDS_BEFORE_BAR = 1.0
 

@@ -6,8 +6,6 @@ from typing import Any, NamedTuple
 from specjax.file_io import JsonObject, quote
 from specjax.models.decoder.config import ACTIVATIONS, DTYPES
 
-__all__ = ["FIELD_NAMES", "Field", "OBJECT", "POSITIVE", "SIZES", "read_field"]
-
 # Required fields.
 SIZES = (
     "vocab_size",

@@ -11,15 +11,6 @@ from specjax.models.hf.config_fields import SIZES, read_field
 from specjax.models.hf.folder import find_member, read_json_object
 from specjax.models.hf.rope_fields import read_local_rope, read_rope
 
-__all__ = [
-    "CHECKED_FIELDS",
-    "load_config",
-    "read_fields",
-    "refuse_quantised",
-    "refuse_unread",
-    "write_fields",
-]
-
 _Fields = JsonObject
 _CONTENT = "the fields of a configuration"
 _COPIED_FIELDS = (

@@ -11,15 +11,6 @@ from safetensors.numpy import save as serialize
 
 from specjax.file_io import read_file, replace_file
 
-__all__ = [
-    "find_folder",
-    "find_member",
-    "read_json_object",
-    "read_small_file",
-    "refuse_lfs_pointer",
-    "write_folder",
-]
-
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 # Maximum bytes of a file without weights. Configurations have thousands, tokenizers 40 million.
 _MAX_BYTES = 2**28

@@ -15,8 +15,6 @@ from specjax.file_io import JsonObject, shorten
 from specjax.models.hf.folder import read_small_file, refuse_lfs_pointer
 from specjax.models.hf.weight_map import WeightEntry
 
-__all__ = ["MappedTensors", "has_weights"]
-
 _FILE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _FLOATS = {
     "BF16": np.dtype(jnp.bfloat16),

@@ -6,8 +6,6 @@ from specjax.file_io import quote
 from specjax.models.decoder.rope import RopeScaling
 from specjax.models.hf.config_fields import OBJECT, POSITIVE, read_field
 
-__all__ = ["read_local_rope", "read_rope"]
-
 _Fields = dict[str, Any]
 # The field of transformers 5 and that of 4. If both are present the older one counts, as in
 # transformers.

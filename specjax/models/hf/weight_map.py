@@ -13,18 +13,6 @@ import numpy as np
 
 from specjax.models.decoder.config import TransformerConfig
 
-__all__ = [
-    "WeightEntry",
-    "assemble_arrays",
-    "concatenate",
-    "concatenate_on_device",
-    "get_path",
-    "set_path",
-    "stored_tensors",
-    "vector_entry",
-    "weight_entries",
-]
-
 # Bytes, of arrays that JAX takes over on a CPU.
 _ALIGNMENT = 64
 # Written at a time.

@@ -20,8 +20,6 @@ from specjax.pallas.launch import cond_or
 from specjax.pallas.load_request import Request
 from specjax.pallas.next_token import AcceptedPrefix
 
-__all__ = ["add_bonus_row", "reduce_bonus_row"]
-
 
 def reduce_bonus_row(
     request: Request, partials: Partials, first_tile: jax.Array, num_programs: int, tile: Tile

@@ -28,8 +28,6 @@ from specjax.pallas.launch import cond_or, make_exp2, reduce_where
 from specjax.pallas.next_token import AcceptedPrefix
 from specjax.pallas.residual import load_residual_terms
 
-__all__ = ["bound_open"]
-
 
 def bound_open(judged: JudgedRequest, partials: Partials, is_own: jax.Array) -> JudgedRequest:
     """Returns a judged request with its open prefixes bounded, from the longest down.

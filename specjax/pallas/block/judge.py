@@ -30,8 +30,6 @@ from specjax.pallas.load_request import DraftedToken, Request, Schedule
 from specjax.pallas.next_token import AcceptedPrefix
 from specjax.pallas.target_rows import AcceptanceResult, evaluate_acceptance
 
-__all__ = ["JudgedRequest", "judge_request", "longest_below", "needs_residual"]
-
 
 class JudgedRequest(NamedTuple):
     """The tests of a request's prefixes; arrays [N] over its prefixes and rows.

@@ -14,8 +14,6 @@ from specjax.pallas.launch import output
 from specjax.pallas.load_request import Request, Schedule, load_drafted, load_masked
 from specjax.pallas.next_token import AcceptedPrefix
 
-__all__ = ["JudgedArrays", "judged_shape", "load_prefix", "load_status", "store_judged"]
-
 
 class JudgedArrays(NamedTuple):
     """Requests [B], and the tests that decide the lengths of their accepted prefixes.

@@ -46,8 +46,6 @@ from specjax.pallas.reduce_rows import reduce_rows
 from specjax.pallas.residual import reduce_masses
 from specjax.types import Verification
 
-__all__ = ["block_judge_kernel", "block_residual_kernel", "verify_block"]
-
 
 class _BlockRows(NamedTuple):
     """Target rows [B * (K + 1)], judged, and log-masses f32[B * K, blocks] of residuals."""

@@ -39,20 +39,6 @@ from specjax.pallas.blocks import load_padded, load_raw_logits
 from specjax.pallas.kernel_config import KernelConfig, Tile
 from specjax.pallas.launch import cond_or, make_exp2, output
 
-__all__ = [
-    "CutoffRows",
-    "RowSummary",
-    "SUB_BLOCK",
-    "SubBlocks",
-    "any_filter_active",
-    "bound_cutoff",
-    "load_filters",
-    "load_sub_blocks",
-    "store_sub_blocks",
-    "sub_blocks_shape",
-    "summarize_row",
-]
-
 # Tokens of a sub-block.
 SUB_BLOCK = SAMPLING_BLOCK // 4
 

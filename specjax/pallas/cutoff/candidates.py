@@ -17,8 +17,6 @@ from specjax.core.truncation import mass_weights
 from specjax.pallas.cutoff.bound import SUB_BLOCK, RowSummary
 from specjax.pallas.launch import divmod_i32, make_exp2
 
-__all__ = ["CandidateBuffer", "SubBlockKinds", "classify_sub_blocks", "compact_candidates"]
-
 # Two counts share an i32: the first in its low 15 bits, the second above them.
 _COUNT_RADIX = 1 << 15
 

@@ -29,8 +29,6 @@ from specjax.pallas.cutoff.bound import RowSummary
 from specjax.pallas.kernel_config import Tile
 from specjax.pallas.launch import cond_or, make_add_above, make_exp2
 
-__all__ = ["Exchange", "MemoryRow", "Merge", "register_queries", "search_in_memory", "split_steps"]
-
 # Merges the results of queries on parts of a row, f32[parts, P] to f32[P].
 Merge = Callable[[jax.Array], jax.Array]
 # Called as exchange(slot, ask, merge). The query `ask(first, end)` returns f32[P] of the steps

@@ -78,8 +78,6 @@ from specjax.pallas.cutoff.team import (
 from specjax.pallas.kernel_config import KernelConfig, Tile
 from specjax.pallas.launch import cond_or, divmod_i32, launch, output
 
-__all__ = ["cutoff_reduce_kernel", "cutoff_rows", "cutoff_search_kernel"]
-
 
 class _ReduceOutputs(NamedTuple):
     """Partials of sub-blocks, and counters of the teams, all 0."""

@@ -19,8 +19,6 @@ from specjax.pallas.cutoff.queries import (
 from specjax.pallas.cutoff.team import NUM_SHARES, Team, TeamMemory, reduce_shares
 from specjax.pallas.launch import cond_or, divmod_i32
 
-__all__ = ["search_by_team", "search_candidates"]
-
 
 def search_candidates(values: Any, count: jax.Array, row: RowSummary, low: jax.Array) -> jax.Array:
     """Returns the cutoff of a row whose candidates all lie in the buffer; -inf if it is not cut.

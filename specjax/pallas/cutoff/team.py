@@ -35,17 +35,6 @@ from jax.experimental.pallas import triton as plgpu
 from specjax.pallas.kernel_config import KernelConfig
 from specjax.pallas.launch import cond_or, output
 
-__all__ = [
-    "Counters",
-    "NUM_SHARES",
-    "Team",
-    "TeamMemory",
-    "counters_shape",
-    "form_team",
-    "reduce_shares",
-    "sums_shape",
-]
-
 # Shares of a row: sums are added up per share, so that results do not depend on the team's size.
 NUM_SHARES = 16
 # Places for the sums of a pass: two in turn, and one of the smallest logit.

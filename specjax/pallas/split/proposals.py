@@ -36,8 +36,6 @@ from specjax.pallas.residual import load_residual_terms
 from specjax.pallas.split.shared_rows import best_of_devices
 from specjax.types import Verification
 
-__all__ = ["choose", "proposal_shape", "store_proposal"]
-
 # The first columns of a proposal; its tokens and their log-probabilities follow.
 _ACCEPTED, _EMITTED, _MASS, _MIN_MASS, _SCORE = range(5)
 _FALLBACK_SCORE, _FALLBACK_TOKEN, _FALLBACK_LOGPROB = range(5, 8)

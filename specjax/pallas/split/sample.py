@@ -41,14 +41,6 @@ from specjax.pallas.sample import DrawOperands, launch_draw, load_row, reduce_ro
 from specjax.pallas.split.shared_rows import best_of_devices, first_token_of
 from specjax.types import Sample, Verification
 
-__all__ = [
-    "choose_sampler",
-    "compare_draws",
-    "sample_split",
-    "split_sample_kernel",
-    "target_samples",
-]
-
 # A device's proposal for a row, f32[5]: its (m, l), and a token, its logit and score.
 _MAX, _SUM, _TOKEN, _LOGIT, _SCORE = range(5)
 

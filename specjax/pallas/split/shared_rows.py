@@ -18,16 +18,6 @@ from specjax.devices.vocabulary_split import VocabularySplit
 from specjax.pallas.blocks import Partials
 from specjax.pallas.launch import output
 
-__all__ = [
-    "SharedRows",
-    "best_of_devices",
-    "first_token_of",
-    "load_first_token",
-    "shared_shape",
-    "unpadded",
-    "with_shared_tiles",
-]
-
 _NUM_LOGITS = 2
 
 

@@ -27,8 +27,6 @@ from specjax.pallas.split.proposals import choose, proposal_shape, store_proposa
 from specjax.pallas.split.shared_rows import SharedRows, first_token_of, with_shared_tiles
 from specjax.types import Verification
 
-__all__ = ["split_draw_kernel", "verify_split"]
-
 
 class _Proposed(NamedTuple):
     """A device's proposals, log-masses f32[B, blocks] of residuals or None, and counters."""

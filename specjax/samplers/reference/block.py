@@ -25,9 +25,6 @@ from specjax.devices.rows import LogitRows
 from specjax.samplers.reference.next_token import AcceptedPrefix, is_active, residual_mass
 from specjax.samplers.reference.request import DraftedToken, Request, RequestRows, drafted_token
 
-__all__ = ["accept_block_prefix", "drafted_tokens", "is_block_request"]
-
-
 _ReadRow = Callable[[jax.Array], tuple[MaxSum, RowStatistics]]
 
 

@@ -21,8 +21,6 @@ from specjax.samplers.reference.next_token import emit, is_active
 from specjax.samplers.reference.request import RequestRows, first_false
 from specjax.types import Verification
 
-__all__ = ["couple_request"]
-
 
 class _DrawState(NamedTuple):
     """State of the loop over target rows.

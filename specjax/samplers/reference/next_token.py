@@ -18,8 +18,6 @@ from specjax.core.temperature import parse_temperature
 from specjax.samplers.reference.request import DraftedToken, Request, RequestRows
 from specjax.types import Verification
 
-__all__ = ["AcceptedPrefix", "emit", "is_active", "next_token", "residual_mass"]
-
 
 class AcceptedPrefix(NamedTuple):
     """The accepted drafted tokens of a request, and the target row that decides the next token.

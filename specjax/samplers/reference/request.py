@@ -25,16 +25,6 @@ from specjax.core.token_map import take_mapped
 from specjax.devices.rows import LogitRows
 from specjax.types import Draft, RaggedDraft
 
-__all__ = [
-    "DraftRow",
-    "DraftRows",
-    "DraftedToken",
-    "Request",
-    "RequestRows",
-    "drafted_token",
-    "first_false",
-]
-
 
 class DraftRows(NamedTuple):
     """Flat rows of draft logits.

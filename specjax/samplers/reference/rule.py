@@ -15,8 +15,6 @@ from specjax.core.temperature import parse_temperature
 from specjax.samplers.reference.next_token import AcceptedPrefix
 from specjax.samplers.reference.request import RequestRows
 
-__all__ = ["accepts_by_rule", "next_token_by_rule", "row_values"]
-
 
 def row_values(
     rule: Rule, logprobs: jax.Array, row: RowStatistics, logprob: jax.Array, dtype: Any

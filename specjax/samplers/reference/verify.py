@@ -41,9 +41,6 @@ from specjax.samplers.reference.request import (
 from specjax.samplers.reference.rule import accepts_by_rule, next_token_by_rule
 from specjax.types import Verification
 
-__all__ = ["verify_batch", "verify_request"]
-
-
 # Requests of block verification that are verified at once.
 _BLOCK_REQUESTS = 8
 

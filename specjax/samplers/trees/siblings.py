@@ -27,17 +27,6 @@ from specjax.devices.placement import pvary_like
 from specjax.devices.rows import LogitRows
 from specjax.samplers.trees.tree import Tree, first_index
 
-__all__ = [
-    "ResidualRow",
-    "Siblings",
-    "TreeRows",
-    "child_logprobs",
-    "log_weights",
-    "reject_child",
-    "row_statistics_of",
-    "updated_rate",
-]
-
 
 class TreeRows(NamedTuple):
     """A request's tree and its rows: those of every request, and statistics [N + 1] of its own.

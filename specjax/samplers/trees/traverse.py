@@ -38,8 +38,6 @@ from specjax.samplers.trees.siblings import (
 )
 from specjax.samplers.trees.tree import AcceptedPath, Tree, first_index
 
-__all__ = ["traverse_tree"]
-
 
 class _VisitState(NamedTuple):
     """State of the traversal.

@@ -16,8 +16,6 @@ import jax.numpy as jnp
 
 from specjax.core.noise import Words
 
-__all__ = ["AcceptedPath", "MAX_DEPTH", "Tree", "find_padding", "first_index", "place_nodes"]
-
 # Part of the contract: another number gives nodes other addresses.
 MAX_DEPTH = 1024
 

@@ -17,8 +17,6 @@ from specjax.samplers.trees.tree import AcceptedPath, Tree, find_padding, place_
 from specjax.samplers.trees.walk import walk_tree
 from specjax.types import TreeVerification
 
-__all__ = ["verify_tree", "verify_trees"]
-
 # Requests per iteration of `lax.map`, except on a CPU, which takes one.
 _BATCH_SIZE = 8
 

@@ -16,8 +16,6 @@ from specjax.devices.placement import pvary_like
 from specjax.devices.rows import LogitRows
 from specjax.samplers.trees.tree import AcceptedPath, Tree, first_index
 
-__all__ = ["walk_tree"]
-
 
 class _WalkState(NamedTuple):
     """State of the loop over rows.

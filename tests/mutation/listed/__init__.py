@@ -5,8 +5,6 @@ import pathlib
 
 from ..mutation import Mutation
 
-__all__ = ["MUTATIONS"]
-
 # `tests` has names of tests that several topics share.
 _TOPICS = sorted(
     path.stem

@@ -3,8 +3,6 @@
 from ..mutation import Mutation
 from .tests import group_lookup
 
-__all__ = ["MUTATIONS"]
-
 _LONGEST = "test_the_longest_suffix_wins_then_the_most_tokens_then_its_own_text"
 _GROUP = "test_a_request_drafts_what_followed_in_its_group_alone"
 

@@ -3,8 +3,6 @@
 from ..mutation import Mutation
 from .tests import block_laws, block_verification
 
-__all__ = ["MUTATIONS"]
-
 _DECISIONS = "test_decisions_are_those_of_numpy"
 _XLA, _KERNELS = f"{_DECISIONS}[xla-300]", f"{_DECISIONS}[interpret-300]"
 _SMALL = f"{_DECISIONS}[interpret-200]"

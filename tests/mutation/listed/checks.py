@@ -3,8 +3,6 @@
 from ..mutation import Mutation
 from .tests import capacity, commands, lowered, ragged
 
-__all__ = ["MUTATIONS"]
-
 _CUMULATIVE = "specjax.checks.check_cumulative"
 _VERIFIERS = "test_cumulative_counts_may_leave_out_their_first_0_as_those_of_vllm_do"
 _COUNTS = "test_counts_that_are_not_cumulative_are_refused"

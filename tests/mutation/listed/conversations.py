@@ -3,8 +3,6 @@
 from ..mutation import Mutation
 from .tests import command_options, conversations, line_formats
 
-__all__ = ["MUTATIONS"]
-
 _BACK = "test_caches_go_back_to_where_another_conversation_begins_to_differ"
 
 MUTATIONS = (

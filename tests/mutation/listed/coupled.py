@@ -3,8 +3,6 @@
 from ..mutation import Mutation
 from .tests import coupled_decoding, coupled_sampling
 
-__all__ = ["MUTATIONS"]
-
 _TOKENS = "test_tokens_are_the_oracle_s"
 _RAGGED = "test_requests_end_to_end_are_those_of_the_padded_form"
 _INVALID = "test_an_invalid_row_that_decides_emits_nothing_from_there_on"

@@ -3,8 +3,6 @@
 from ..mutation import Mutation
 from .tests import cutoff_teams, cutoffs, pivots, searches
 
-__all__ = ["MUTATIONS"]
-
 _SORT = "test_cutoffs_are_those_of_a_sort"
 _NARROW = "test_narrow_logits_are_read_exactly"
 _HAND = "test_cutoffs_computed_by_hand"

@@ -17,8 +17,6 @@ from .tests import (
     tokens,
 )
 
-__all__ = ["MUTATIONS"]
-
 _DRAFTS = "specjax.samplers.drafts."
 _LOOP = "specjax.decode.step."
 _ROWS = "specjax.decode.target_step."

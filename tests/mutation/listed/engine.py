@@ -13,8 +13,6 @@ from .tests import (
     text_streams,
 )
 
-__all__ = ["MUTATIONS"]
-
 _FEATURES = "test_a_drafter_that_reads_features_and_chooses_k_is_told_of_one_request_at_a_time"
 _THREADS = "test_a_text_ends_once_if_another_thread_aborts_it_meanwhile"
 _KEPT = "test_a_request_that_ended_keeps_nothing_of_other_slots"

@@ -3,8 +3,6 @@
 from ..mutation import Mutation
 from .tests import adaptive_k, engines, faults, soaks
 
-__all__ = ["MUTATIONS"]
-
 _ENGINE = "specjax.engine."
 _RAISED = "test_whatever_a_tokenizer_raises_ends_its_request_alone[error0-Panic: out of bounds]"
 _STOPS = "test_what_stops_a_program_leaves_a_step_and_takes_nothing_from_other_slots"

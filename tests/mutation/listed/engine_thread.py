@@ -3,8 +3,6 @@
 from ..mutation import Mutation
 from .tests import submissions, threads
 
-__all__ = ["MUTATIONS"]
-
 _ENGINE = "specjax.engine."
 _LEAVES = "test_two_thousand_requests_whose_readers_leave_anyhow_leave_nothing"
 _FIFTY = "test_fifty_clients_in_threads_and_two_event_loops_get_the_texts_of_an_engine_that_is_run"

@@ -3,8 +3,6 @@
 from ..mutation import Mutation
 from .tests import batches, commands, saved_programs
 
-__all__ = ["MUTATIONS"]
-
 _LOCKED = batches("test_an_output_to_which_another_run_writes_is_refused_until_that_ends")
 _MADE = batches("test_of_two_runs_that_make_one_output_the_later_is_refused")
 _DATE = batches(

@@ -11,8 +11,6 @@ from .tests import (
     sample_block,
 )
 
-__all__ = ["MUTATIONS"]
-
 _HF, _HEADS = "specjax.models.hf.", "specjax.models.heads."
 _BY_NAME = "test_a_field_that_changes_what_is_drafted_is_refused_by_name"
 _ORDER = "test_taps_stay_in_the_order_of_the_folder"

@@ -11,8 +11,6 @@ from .tests import (
     token_automata,
 )
 
-__all__ = ["MUTATIONS"]
-
 _GRAMMAR = "specjax.processing.grammar."
 _MASKS = "specjax.decode.matchers.RowMasks."
 _TEXT = "specjax.decode.matchers.MatchedText."

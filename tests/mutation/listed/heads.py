@@ -12,8 +12,6 @@ from .tests import (
     sample_block,
 )
 
-__all__ = ["MUTATIONS"]
-
 _HEADS = "specjax.models.heads."
 _EXTEND = f"{_HEADS}drafters._Eagle3.extend"
 _FORMULAS = "test_a_head_drafts_from_what_the_formulas_say"

@@ -3,8 +3,6 @@
 from ..mutation import Mutation
 from .tests import kept_requests, kept_sets, kept_texts
 
-__all__ = ["MUTATIONS"]
-
 _KEPT = "specjax.processing.kept_tokens."
 _SETS = "test_sets_and_masks_are_the_support_of_the_rows[float32-64]"
 _ROWS = "test_each_set_is_that_of_the_row_after_the_text_before_it[standard-model]"

@@ -3,8 +3,6 @@
 from ..mutation import Mutation
 from .tests import few, products, transformer
 
-__all__ = ["MUTATIONS"]
-
 _MODELS, _PALLAS = "specjax.models.decoder.pallas.", "specjax.pallas."
 _ANYWHERE = "test_tokens_anywhere_see_what_plain_jax_lets_them_see"
 _ALONE = few(f"{_ANYWHERE}[interpret-all-few requests]")

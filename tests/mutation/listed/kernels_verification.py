@@ -13,8 +13,6 @@ from .tests import (
     verify,
 )
 
-__all__ = ["MUTATIONS"]
-
 _PALLAS = "specjax.pallas."
 _CHOICE = "specjax.implementation."
 _ALONE = "test_what_a_cpu_alone_runs_is_traced_for_no_other_device"

@@ -3,8 +3,6 @@
 from ..mutation import Mutation
 from .tests import processes
 
-__all__ = ["MUTATIONS"]
-
 _LATE = processes("test_processes_that_do_not_come_are_given_up_in_a_sentence")
 _LOST = processes("test_a_lost_process_ends_the_other_within_a_minute_and_says_so")
 _REFUSED = processes("test_calls_give_every_process_the_tokens_of_one_device_or_a_refusal")

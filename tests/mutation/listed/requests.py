@@ -3,8 +3,6 @@
 from ..mutation import Mutation
 from .tests import drafts, edges, processing, ragged, sampled_decoding, sampling, verify
 
-__all__ = ["MUTATIONS"]
-
 _ENDS = "test_the_least_temperature_is_random_and_the_largest_keeps_a_mask[xla]"
 _WORDS = "test_a_bad_word_may_begin_before_the_drafts_and_before_the_row_it_ends_in"
 _HELD = "test_a_draft_holds_the_distribution_it_was_sampled_from[6-probabilistic]"

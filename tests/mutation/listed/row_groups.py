@@ -3,8 +3,6 @@
 from ..mutation import Mutation
 from .tests import invariant_texts, row_groups
 
-__all__ = ["MUTATIONS"]
-
 _MODELS = "specjax.models.decoder."
 _PLAIN = row_groups("test_rows_are_those_of_the_plain_step[xla-llama-256]")
 _BIASES = row_groups("test_rows_are_those_of_the_plain_step[interpret-everything-256]")

@@ -3,8 +3,6 @@
 from ..mutation import Mutation
 from .tests import refusals, rule_values
 
-__all__ = ["MUTATIONS"]
-
 _VARIATION = "test_a_rule_s_total_variation_is_that_of_its_docstring"
 _GREEDY = "test_greedy_requests_ask_a_rule_that_is_for_them"
 _STANDARD = "test_the_standard_rule_as_a_value_is_the_default"

@@ -3,8 +3,6 @@
 from ..mutation import Mutation
 from .tests import logprobs, noise, sampling
 
-__all__ = ["MUTATIONS"]
-
 _NOISE = "specjax.core.noise."
 _SAMPLING = "specjax.core.gumbel_max."
 _LOGPROBS = "specjax.decode.logprobs."

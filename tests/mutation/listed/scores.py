@@ -3,8 +3,6 @@
 from ..mutation import Mutation
 from .tests import listed_prompts, row_invariance, scores
 
-__all__ = ["MUTATIONS"]
-
 _FORWARD = "test_scores_are_those_of_one_forward_pass_over_the_whole_text[chain]"
 _LISTED = "test_prompts_have_the_log_probabilities_of_a_forward_pass"
 _PROMPTS = "test_prompts_that_generate_and_init_list_have_their_scores[16]"

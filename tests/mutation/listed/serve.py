@@ -3,8 +3,6 @@
 from ..mutation import Mutation
 from .tests import server_parameters, server_routes, token_scores
 
-__all__ = ["MUTATIONS"]
-
 _SERVE = "specjax.contrib.serve."
 _REFUSED = "test_a_completion_refuses_what_it_does_not_do_by_name"
 

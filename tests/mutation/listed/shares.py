@@ -3,8 +3,6 @@
 from ..mutation import Mutation
 from .tests import commands, split_models
 
-__all__ = ["MUTATIONS"]
-
 _FAMILIES = split_models("test_every_family_has_the_states_and_logits_of_one_device")
 _GATHERED = split_models("test_what_reads_whole_rows_gets_them_gathered")
 _KERNELS = split_models("test_the_kernels_of_a_step_run_on_each_share")

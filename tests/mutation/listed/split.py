@@ -3,8 +3,6 @@
 from ..mutation import Mutation
 from .tests import split_kernels, split_models, split_processing, split_vocabulary, subnormal
 
-__all__ = ["MUTATIONS"]
-
 _EMPTY = "test_a_device_without_tokens_changes_no_sample"
 _PROCESSED = "test_what_is_processed_cut_and_listed_is_that_of_whole_rows_and_no_row_travels"
 _TOKENS = "test_tokens_are_those_of_whole_rows_and_no_row_travels"

@@ -3,8 +3,6 @@
 from ..mutation import Mutation
 from .tests import subnormal
 
-__all__ = ["MUTATIONS"]
-
 _ZERO = "test_a_cutoff_of_zero_keeps_subnormal_logits_and_a_greedy_request_the_first"
 
 MUTATIONS = (

@@ -3,8 +3,6 @@
 from ..mutation import Mutation
 from .tests import acceptance_rates, theory
 
-__all__ = ["MUTATIONS"]
-
 _PREFIXES = "specjax.theory.prefix_rates."
 _TRANSPORT = "specjax.theory.optimal_transport."
 _STEPS = "test_rates_and_lengths_of_a_step_are_those_of_all_that_it_may_emit"

@@ -3,8 +3,6 @@
 from ..mutation import Mutation
 from .tests import draft_vocabularies, grammars, ragged, token_maps
 
-__all__ = ["MUTATIONS"]
-
 _CORE = "specjax.core.token_map."
 _PALLAS = "specjax.pallas."
 _VOCABULARY = "specjax.processing.draft_vocabulary.DraftVocabulary."

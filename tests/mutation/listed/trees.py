@@ -3,8 +3,6 @@
 from ..mutation import Mutation
 from .tests import tree_laws, tree_sampling
 
-__all__ = ["MUTATIONS"]
-
 _TREES = "specjax.samplers.trees."
 _NUMPY = tree_sampling("test_decisions_are_those_of_numpy[200]")
 _WALKED = tree_sampling("test_nodes_without_draft_logits_are_walked")

@@ -3,8 +3,6 @@
 from ..mutation import Mutation
 from .tests import edges, laws, verify
 
-__all__ = ["MUTATIONS"]
-
 _ACCEPTANCE = "specjax.core.acceptance."
 _RESIDUAL = "specjax.core.residual."
 _VERIFY = "specjax.samplers.reference.verify."

@@ -24,16 +24,6 @@ from specjax.models.decoder.shared_math import NormSpec
 from specjax.pallas.kernel_config import Tile
 from specjax.pallas.launch import divmod_i32, launch, output
 
-__all__ = [
-    "AddNormOperands",
-    "AddNormOutputs",
-    "add_rms_norm",
-    "add_rms_norm_kernel",
-    "inv_rms",
-    "load_squares",
-    "scale_norm",
-]
-
 
 class AddNormOperands(NamedTuple):
     """References.

@@ -34,8 +34,6 @@ from specjax.models.decoder.pallas.tilings import AttentionTiling
 from specjax.models.decoder.shared_math import AttentionSpec, NormSpec
 from specjax.pallas.launch import launch, output
 
-__all__ = ["decode_attention"]
-
 
 class _Output(NamedTuple):
     """`y` [B, T', H, D], the output."""

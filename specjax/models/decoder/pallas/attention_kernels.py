@@ -49,15 +49,6 @@ from specjax.models.decoder.shared_math import (
 from specjax.pallas.kernel_config import next_power_of_2
 from specjax.pallas.launch import divmod_i32, is_last_arrival, make_exp2
 
-__all__ = [
-    "AttentionOperands",
-    "AttentionOutputs",
-    "FusedOutputs",
-    "attention_kernel",
-    "fused_attention_kernel",
-    "num_active_splits",
-]
-
 
 class FusedOutputs(NamedTuple):
     """Results of `fused_attention_kernel`.

@@ -26,18 +26,6 @@ from specjax.models.decoder.pallas.tilings import BLOCK_KV, AttentionTiling, pad
 from specjax.pallas.kernel_config import next_power_of_2
 from specjax.pallas.launch import divmod_i32
 
-__all__ = [
-    "CombineOperands",
-    "PartialSoftmax",
-    "TileRows",
-    "add_segment",
-    "combine",
-    "combine_kernel",
-    "merge",
-    "store_output",
-    "store_partial",
-]
-
 
 class TileRows(NamedTuple):
     """Rows of a tile: the query heads of one key-value head, token after token.

@@ -19,9 +19,6 @@ from specjax.models.decoder.pallas.tilings import BLOCK_KV, pad_to_mma
 from specjax.models.decoder.shared_math import AttentionSpec
 from specjax.pallas.launch import divmod_i32
 
-__all__ = ["KVBlock", "KVSplit", "VisibleBlocks", "visible_blocks"]
-
-
 # Rows from which on a tile's arithmetic takes longer than its reads: blocks that all rows attend to
 # are then read in a loop of their own, without masks.
 _MIN_ROWS_OF_WHOLE_BLOCKS = 64

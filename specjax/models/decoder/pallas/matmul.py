@@ -24,19 +24,6 @@ from specjax.models.decoder.pallas.tilings import GLU_TILE, MatmulTiling
 from specjax.models.decoder.shared_math import NormSpec
 from specjax.pallas.launch import divmod_i32, dot, launch, launch_dependents, output
 
-__all__ = [
-    "ActivationOperands",
-    "GLUOutput",
-    "MatmulOperands",
-    "SplitKParts",
-    "fused_glu",
-    "fused_glu_kernel",
-    "glu_activation",
-    "glu_activation_kernel",
-    "split_k_matmul",
-    "split_k_matmul_kernel",
-]
-
 
 class MatmulOperands(NamedTuple):
     """References.

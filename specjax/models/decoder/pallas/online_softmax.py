@@ -23,8 +23,6 @@ import jax.numpy as jnp
 from specjax.models.decoder.shared_math import AttentionSpec, is_visible
 from specjax.pallas.launch import dot
 
-__all__ = ["OnlineSoftmax", "Queries", "init", "reduce_l", "update"]
-
 _MASKED = -1e30  # Finite: a row that attends to no slot must not subtract infinities.
 
 

@@ -29,8 +29,6 @@ from specjax.models.decoder.shared_math import NormSpec, cache_entries
 from specjax.pallas.kernel_config import next_power_of_2
 from specjax.pallas.launch import divmod_i32
 
-__all__ = ["PreparedQKV", "num_token_tiles", "prepare_qkv_kernel"]
-
 
 class PreparedQKV(NamedTuple):
     """Queries ready for attention, and the cache with the new keys and values, updated in place.

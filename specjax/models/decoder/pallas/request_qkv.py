@@ -25,16 +25,6 @@ from specjax.models.decoder.pallas.add_rms_norm import inv_rms, load_squares, sc
 from specjax.models.decoder.shared_math import NormSpec, rotate_halves
 from specjax.pallas.kernel_config import next_power_of_2
 
-__all__ = [
-    "QKVOperands",
-    "RequestQKV",
-    "cache_row",
-    "load_rows",
-    "make_inv_rms",
-    "row_mask",
-    "select_by_token",
-]
-
 
 class QKVOperands(NamedTuple):
     """Arrays of a call, or in a kernel the references to them.

@@ -10,32 +10,6 @@ from typing import Any, NamedTuple, Self
 
 from specjax.pallas.kernel_config import Tile, next_power_of_2
 
-__all__ = [
-    "ADD_NORM_TILE",
-    "AttentionTiling",
-    "BLOCK_KV",
-    "DecodeConfig",
-    "GLU_TILE",
-    "INVARIANT_BLOCK_M",
-    "MIN_MMA",
-    "MatmulTiling",
-    "NUM_MULTIPROCESSORS",
-    "TOKEN_TILE",
-    "attention_tiling",
-    "combines_in_attention",
-    "glu_tiling",
-    "matmul_tiling",
-    "norm_tile",
-    "num_attention_stages",
-    "num_attention_warps",
-    "num_kv_splits",
-    "num_query_rows",
-    "num_register_splits",
-    "pad_to_mma",
-    "prepares_in_attention",
-    "two_warps_suffice",
-]
-
 # Slots of a cache that a program attends to in one iteration.
 BLOCK_KV = 64
 
