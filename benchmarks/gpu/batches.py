@@ -108,10 +108,10 @@ def mixed_load(
 
 def occupy(engine: specjax.Engine, load: Load, number: int) -> list[specjax.Request]:
     """Has an engine decode a number of requests; returns them."""
-    prompt = [11] * min(700, load.max_length // 3)
-    most = load.max_length - len(prompt) - 8
+    length = min(700, load.max_length // 3)
+    most = load.max_length - length - 8
     requests = [
-        engine.submit(prompt, key=jax.random.key(i), max_new_tokens=most, temperature=0.0)
+        engine.submit([11 + i] * length, key=jax.random.key(i), max_new_tokens=most, temperature=0)
         for i in range(number)
     ]
     while engine.num_running < number:

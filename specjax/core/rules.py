@@ -43,14 +43,27 @@ __all__ = [
 ]
 
 
-def _log_residual(lp: jax.Array, lq: jax.Array, row: RowValues) -> jax.Array:
+def _log_difference(lp: jax.Array, lq: jax.Array) -> jax.Array:
     """Returns log max(p - q, 0)."""
     return jnp.log(jnp.maximum(jnp.exp(lp) - jnp.exp(lq), 0))
 
 
-def _log_target(lp: jax.Array, lq: jax.Array, row: RowValues) -> jax.Array:
-    """Returns log p: the token in place of a rejected one follows the target row."""
-    return lp
+# Values, not functions: the command finds the programs that it kept by the text of a rule, and the
+# text of a function has an address.
+@dataclasses.dataclass(frozen=True)
+class _Residual:
+    """log max(p - q, 0)."""
+
+    def __call__(self, lp: Any, lq: Any, row: RowValues) -> Any:
+        return _log_difference(lp, lq)
+
+
+@dataclasses.dataclass(frozen=True)
+class _TargetRow:
+    """log p: the token in place of a rejected one follows the target row."""
+
+    def __call__(self, lp: Any, lq: Any, row: RowValues) -> Any:
+        return lp
 
 
 @dataclasses.dataclass(frozen=True)
@@ -244,7 +257,7 @@ def lenience(factor: float) -> StaticRule:
       Leviathan et al., 2023, arXiv:2211.17192, appendix A.5.
     """
     fraction = _fraction("factor", factor)
-    return STANDARD if fraction == 1 else Rule(_Ratio(fraction), _log_residual)
+    return STANDARD if fraction == 1 else Rule(_Ratio(fraction), _Residual())
 
 
 def typical_acceptance(epsilon: float, delta: float) -> Rule:
@@ -268,7 +281,7 @@ def typical_acceptance(epsilon: float, delta: float) -> Rule:
       Cai et al., 2024, arXiv:2401.10774.
     """
     accept = _Typical(_fraction("epsilon", epsilon), _fraction("delta", delta))
-    return Rule(accept, _log_target, ("entropy",))
+    return Rule(accept, _TargetRow(), ("entropy",))
 
 
 def relaxed(top_n: int, delta: float) -> Rule:
@@ -293,7 +306,7 @@ def relaxed(top_n: int, delta: float) -> Rule:
     """
     if isinstance(top_n, bool) or not isinstance(top_n, int) or top_n < 1:
         raise ValueError(f"top_n is {top_n!r}; it needs a Python int >= 1, the tokens to accept.")
-    return Rule(_Relaxed(top_n, _fraction("delta", delta)), _log_target, ("max_logprob", "rank"))
+    return Rule(_Relaxed(top_n, _fraction("delta", delta)), _TargetRow(), ("max_logprob", "rank"))
 
 
 def ensemble(weight: float) -> StaticRule:
@@ -313,7 +326,7 @@ def ensemble(weight: float) -> StaticRule:
       rules.standard()
     """
     fraction = _fraction("weight", weight)
-    return STANDARD if fraction == 1 else Rule(_Mixture(fraction), _log_residual)
+    return STANDARD if fraction == 1 else Rule(_Mixture(fraction), _Residual())
 
 
 def _fraction(name: str, value: float) -> float:

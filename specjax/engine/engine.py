@@ -140,7 +140,7 @@ class Engine:
             chunk_size=min(chunk_size, max_length),
             options=step_options,
             step_sizes=step_sizes,
-            num_listed=options.num_logprobs if options.prompt_logprobs else None,
+            num_listed=_num_listed(requests.settings) if static.prompt_logprobs else None,
         )
         self.num_slots, self.max_length = num_slots, max_length
         self.slot_bytes, vocab_size = programs.needs.slot_bytes, programs.vocab_size
@@ -438,6 +438,12 @@ def all_allowed_masks(
             "its place, so an engine needs one of the two."
         )
     return new_masks(*shape)
+
+
+def _num_listed(settings: Settings) -> int | None:
+    """Returns how many tokens are listed of each token, a checked int; None if none is."""
+    listed = None if settings.token_info is None else settings.token_info.logprobs
+    return None if listed is None else listed.num
 
 
 def _settings_of_slots(

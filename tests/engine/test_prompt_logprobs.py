@@ -32,6 +32,8 @@ def make_engine(batch=None, num_slots=8, options=OPTIONS, shapes=None):
 
     The set `shapes` gets the shapes of chunks that are listed.
     """
+    # An array of no axes is an integer, too, and has no hash.
+    options = dataclasses.replace(options, num_logprobs=np.array(options.num_logprobs))
     engine = specjax.Engine(TARGET, DRAFTER, num_slots=num_slots, options=options)
     scheduler = engine._scheduler
     programs = scheduler._programs._replace(batch=batch)

@@ -80,6 +80,12 @@ def test_a_rule_s_total_variation_is_that_of_its_docstring(name):
     assert variation == 0 or f": {variation}." in " ".join(text.split())
 
 
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_a_rule_s_text_is_the_same_in_every_process(name):
+    # `specjax generate` keeps its programs under a key that holds this text.
+    assert " at 0x" not in repr(EXAMPLES[name][0])
+
+
 def test_typical_acceptance_asks_for_a_probability_above_its_threshold_alone():
     rule = rules.typical_acceptance(0.3, 0.6)
     row = RowValues(rule.statistics, entropy=lambda: np.float32(ENTROPY))
